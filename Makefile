@@ -24,6 +24,7 @@ number = $(if $(shell echo '$($1)' | grep -xE '[0-9]+'),,$(error $1=$($1) is not
 $(call number,GPUS)$(call number,PORT)$(call number,MINUTES)
 
 PY    := $(VENV)/bin/python
+LAB   := $(VENV)/bin/gpt2lab
 MANY  := $(filter-out 0 1,$(GPUS))
 LAUNCH := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY))
 START := $(LAUNCH) src/train.py
@@ -74,13 +75,13 @@ $(VENV)/.installed-dev: requirements-dev.txt requirements-plot.txt $(VENV)/.inst
 install: $(VENV)/.installed  ## create .venv with what training needs
 
 quickstart: install  ## from nothing to a trained small model and its report, in minutes
-	$(PY) scripts/prepare_data.py python-stdlib
+	$(LAB) prepare python-stdlib
 	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),gpt2-micro) RUN=$(QUICK) \
 		ARGS='--max_steps 200 --use_tensorboard $(ARGS)'
 	@$(MAKE) --no-print-directory report RUN=$(QUICK) ARGS=
 
 data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME
-	$(PY) scripts/prepare_data.py $(SOURCE) $(ARGS)
+	$(LAB) prepare $(SOURCE) $(ARGS)
 
 train: install  ## start a run on all GPUs (or GPUS=N), or on the CPU
 	$(START) $(FLAGS)
@@ -92,55 +93,55 @@ resume: install  ## continue the newest run (or RUN=name)
 	$(START) --resume latest $(FLAGS)
 
 list: install  ## list the checkpoints of all runs
-	@$(PY) src/train.py --list_checkpoints $(FLAGS)
+	@$(LAB) runs list $(RUN) $(ARGS)
 
 dry-run: install  ## print what a run would do and need
-	@$(PY) src/train.py --dry_run $(FLAGS)
+	@$(LAB) train --dry_run $(FLAGS)
 
 check preflight: install  ## try disk, memory, data, a step and the network for a run: GO or NO-GO
 	@$(START) --preflight $(FLAGS)
 
 estimate: install  ## how long the newest run still takes; ARGS="--gpu H100 --tokens 10B" to predict one
-	@$(PY) scripts/estimate_time.py $(FLAGS)
+	@$(LAB) estimate $(FLAGS)
 
-gpu-info: install  ## show GPUs, processor, free memory
-	@$(PY) scripts/gpu_info.py $(ARGS)
+gpu-info: install  ## show versions, GPUs, processor and free memory
+	@$(LAB) doctor $(ARGS)
 
 memory-check: install  ## compare the predicted peak memory with what is free
-	@$(PY) scripts/memory_check.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	@$(LAB) doctor --model $(or $(MODEL),gpt2) $(ARGS)
 
 status: install  ## all runs at a glance; ARGS="--watch 5" keeps it on the screen
-	@$(PY) scripts/status.py $(ARGS)
+	@$(LAB) status $(ARGS)
 
 eval: install  ## evaluate RUN=name, as in training; ARGS="--hellaswag" too
-	@$(PY) scripts/evaluate.py $(NAMED) $(ARGS)
+	@$(LAB) evaluate $(NAMED) $(ARGS)
 
 eval-quick: install  ## the same on 131,072 tokens, and with ARGS=--hellaswag on 200 items
-	@$(PY) scripts/evaluate.py $(NAMED) --val_tokens 131072 --hellaswag_limit 200 $(ARGS)
+	@$(LAB) evaluate $(NAMED) --val_tokens 131072 --hellaswag_limit 200 $(ARGS)
 
 sample: install  ## continue prompts with RUN=name, line by line, or ARGS='--prompt "Once"'
-	@$(PY) scripts/sample.py $(NAMED) $(or $(ARGS),--interactive)
+	@$(LAB) sample $(NAMED) $(or $(ARGS),--interactive)
 
 finetune: install  ## teach FROM=run or FROM=hf:gpt2 to answer: INSTRUCTIONS=pairs.jsonl | hf:NAME | demo
 	$(LAUNCH) src/finetune.py --init_from $(BASE) --instructions $(INSTRUCTIONS) $(FLAGS)
 
 chat: install  ## talk to RUN=name, which make finetune made
-	@$(PY) scripts/chat.py $(NAMED) $(ARGS)
+	@$(LAB) chat $(NAMED) $(ARGS)
 
 export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder exports/name
-	@$(PY) scripts/export_hf.py $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)
+	@$(LAB) export $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)
 
 plot: $(VENV)/.installed-plot  ## draw the curves of RUN=name
-	@$(PY) scripts/plot.py $(NAMED) $(ARGS)
+	@$(LAB) plot $(NAMED) $(ARGS)
 
 report: install  ## write all that is known of RUN=name as one HTML page
-	@$(PY) scripts/report.py $(NAMED) $(ARGS)
+	@$(LAB) report $(NAMED) $(ARGS)
 
 tensorboard: install  ## show the runs in a browser of this machine, in the background: PORT=6006
-	@$(PY) scripts/show_tensorboard.py --port $(PORT)
+	@$(LAB) runs tensorboard --port $(PORT)
 
 tensorboard-stop: install  ## end it
-	@$(PY) scripts/show_tensorboard.py --stop
+	@$(LAB) runs tensorboard --stop
 
 test: $(VENV)/.installed-dev  ## run the tests that take minutes
 	$(PY) -m pytest $(SPREAD) $(ARGS)

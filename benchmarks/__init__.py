@@ -1,1 +1,1 @@
-"""Measurements beside other programs, one module per verb of scripts/benchmark.py; not part of the package."""
+"""Measurements beside other programs, one module per verb of `gpt2lab benchmark`; not part of the package."""

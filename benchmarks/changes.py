@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head --model modern-micro --optimizer muon
 
-All but NorMuon are not in the program; docs/ablations.md has what they brought. Flags that are not of this program
+All but NorMuon are not in the program; docs/log/2026.md has what they brought. Flags that are not of this program
 go to every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At
 the end all are compared with `none`, seed by seed. All is done in one process, so that what is compiled serves all
 seeds; nothing is saved but the losses.
@@ -22,11 +22,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tyro.conf import Positional
 
 from gpt2lab import files, fmt
 from gpt2lab.commands import entry
-from gpt2lab.commands.command_line import argument, option, parse, run_tyro
+from gpt2lab.commands.command_line import parse
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckError, ConfigError
@@ -64,7 +65,7 @@ GROWTH = ((0.0, 1), (1 / 3, 2), (2 / 3, 4))
 class Flags:
     """Changes, one at a time."""
 
-    out: Positional[Path] = argument("file of the runs, a line of JSON each")
+    out: Path = argument("file of the runs, a line of JSON each")
     changes: tuple[ChangeName, ...] = option(get_args(ChangeName), "changes beside `none`")
     seeds: tuple[int, ...] = option((1, 2, 3), "seeds of every change")
 
@@ -316,7 +317,7 @@ def read_runs(path: Path, flags: list[str]) -> dict[tuple[str, int], dict[str, A
 def main(argv: list[str]) -> int:
     """Train what is missing, then compare."""
     flags_of_runs: list[str] = []
-    flags = run_tyro(Flags, argv, passed_on=flags_of_runs)
+    flags = parse_flags(Flags, argv, passed_on=flags_of_runs)
     changes: list[ChangeName] = list(dict.fromkeys(("none", *flags.changes)))
     if not flags.out.parent.is_dir():
         raise CheckError(f"{flags.out.parent}: no such folder")

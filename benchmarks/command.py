@@ -16,12 +16,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
-from gpt2lab.commands.command_line import option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import option
 from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 
@@ -149,9 +148,10 @@ class Cpu:
     """Take training steps on the CPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
 
     model: tuple[SizeName, ...] = option(CPU_SIZES, "sizes, one table each")
-    peer: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = option(
+    peer: tuple[str, ...] = option(
         (),
         "nanogpt=PATH, predecessor=PATH, litgpt=PATH (checkouts) or hf (installed); once for each",
+        adds=True,
     )
     dtype: tuple[Literal["auto", "fp32", "bf16"], ...] = option(
         ("auto",), "precisions of our trainer, each a row of its own"
@@ -184,24 +184,24 @@ class Gpu(Cpu):
     steps: int = option(20, "steps of each process that are timed")
 
 
-Command = (
-    Annotated[Cpu, tyro.conf.subcommand("cpu")]
-    | Annotated[Gpu, tyro.conf.subcommand("gpu")]
-    | Annotated[Codegen, tyro.conf.subcommand("codegen")]
-    | Annotated[CodegenParallel, tyro.conf.subcommand("codegen-parallel")]
-    | Annotated[Data, tyro.conf.subcommand("data")]
-    | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
-    | Annotated[Sharing, tyro.conf.subcommand("parallel")]
-    | Annotated[Planner, tyro.conf.subcommand("planner")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Save, tyro.conf.subcommand("save")]
-    | Annotated[StepOverhead, tyro.conf.subcommand("step-overhead")]
-)
+VERBS = {
+    "cpu": Cpu,
+    "gpu": Gpu,
+    "codegen": Codegen,
+    "codegen-parallel": CodegenParallel,
+    "data": Data,
+    "hellaswag": HellaSwag,
+    "parallel": Sharing,
+    "planner": Planner,
+    "sample": Sample,
+    "save": Save,
+    "step-overhead": StepOverhead,
+}
 
 
 def main(argv: list[str]) -> int:
     """Run one measurement and print it."""
-    flags = run_tyro(Command, argv, about=__doc__)
+    flags = parse_flags(VERBS, argv)
     if flags.json and not flags.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {flags.json}: no such folder")
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
-
 from gpt2lab.commands import entry
 from gpt2lab.commands.ablation_table import Mean, mean
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import CheckError
 
 
@@ -46,7 +45,7 @@ class End:
 class Flags:
     """Tokens to the last loss of a baseline."""
 
-    tables: Positional[tuple[Path, ...]] = argument("files that `ablate` wrote")
+    tables: tuple[Path, ...] = argument("files that `ablate` wrote")
     points: Path | None = option(None, "existing folder to write an ablation.json of all ends to")
 
 
@@ -160,7 +159,7 @@ def points(all_found: list[Found]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Print a table of each file."""
-    flags = run_tyro(Flags, argv)
+    flags = parse_flags(Flags, argv)
     all_found = [read(path) for path in flags.tables]
     for path, found in zip(flags.tables, all_found, strict=True):
         print(f"\n{path.stem}, {len(found.reached)} seeds; ±: half of a 95 % interval over them\n")

@@ -21,7 +21,9 @@ from ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"
+MAIN = REPOSITORY / "src" / "gpt2lab" / "__main__.py"
 SCRIPTS = REPOSITORY / "scripts"
+LAB = Path(sys.executable).with_name("gpt2lab")  # `gpt2lab VERB`
 WORKERS = REPOSITORY / "tests" / "workers"
 HANG_SECONDS = 1000  # a hung process group must fail its test, not the suite; the slowest takes 150 s when quiet
 
@@ -35,17 +37,21 @@ class Done(NamedTuple):
 
 
 def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: str = "") -> Done:
-    """Run a program's file in this process: the same errors and exit codes.
+    """Run a program in this process: the same errors and exit codes.
 
-    A name is that of a script. What needs a process of its own (torch's threads, signals, ranks) uses `train`.
+    A name is that of a script, or a verb of `gpt2lab`. What needs a process of its own (torch's threads, signals,
+    ranks) uses `train`.
     """
-    path = SCRIPTS / program
+    verb = [] if str(program).endswith(".py") else str(program).split()
+    path = MAIN if verb else SCRIPTS / program
+    name = "gpt2lab" if verb else str(path)
     # Streams as a program has them: with an encoding, and bytes beneath.
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     here = Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path.parent))
-        patch.setattr(sys, "argv", [str(path), *map(str, argv)])
+        if not verb:
+            patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [name, *verb, *map(str, argv)])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
         if folder is not None:
             patch.chdir(folder)
@@ -71,9 +77,16 @@ def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> An
     return json.loads(done.stdout) if "--json" in argv else done.stdout
 
 
+def words_of(name: str) -> list[str]:
+    """Return the words that start a script, or a verb of `gpt2lab`, as its own program."""
+    if name.endswith(".py"):
+        return [sys.executable, str(SCRIPTS / name)]
+    return [sys.executable, str(LAB), *name.split()]
+
+
 def script(name: str, *words: object) -> Done:
-    """Run a script as its own program."""
-    command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
+    """Run a script or a verb as its own program."""
+    command = [*words_of(name), *map(str, words)]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS
     )

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -103,7 +102,7 @@ def events(text: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def program(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `gpt2lab serve` on a free port; yield the process and its address; Ctrl+C ends it with code 0."""
-    command = [sys.executable, str(launch.SCRIPTS / "serve.py"), *words, "--port=0"]
+    command = [*launch.words_of("serve"), *words, "--port=0"]
     process = subprocess.Popen(
         command,
         env=launch.environment(**environment),

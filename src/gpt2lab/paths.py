@@ -28,36 +28,13 @@ def runs_folder(typed: Path | None) -> Path:
     return from_working_directory(typed) if typed else from_repository(Path("checkpoints"))
 
 
-_FILES = {
-    "prepare": "prepare_data",
-    "estimate": "estimate_time",
-    "export": "export_hf",
-    "tensorboard": "show_tensorboard",
-    "bisect": "bisect_runs",  # in the folder of the programs, bisect.py would hide Python's own
-}
-_FLAGS = {"import": "--import_checkpoint"}  # of the trainer, for a verb without a file
-
-
-def script(verb: str) -> str:
-    """Return how a message names the program behind a verb: a file of the checkout, or `gpt2lab VERB`."""
-    if not IS_CHECKOUT:
-        return f"gpt2lab {verb}"
-    if verb in _FLAGS:
-        return f"{script('train')} {_FLAGS[verb]}"
-    folder = "src" if verb in ("train", "finetune") else "scripts"
-    return f"{folder}/{_FILES.get(verb, verb.replace('-', '_'))}.py"
-
-
-def command(verb: str) -> str:
-    """Return a verb's command as a message shows it: `python FILE` in the checkout, or `gpt2lab VERB`."""
-    return f"python {script(verb)}" if IS_CHECKOUT else script(verb)
-
-
 def command_words(verb: str) -> list[str]:
     """Return the words that call a verb from the working directory, whether or not the environment is activated."""
-    if not IS_CHECKOUT:
-        return [program("gpt2lab"), verb]
-    return [program("python"), display_path(REPOSITORY / script(verb))]
+    if IS_CHECKOUT and not (Path(sys.executable).parent / "gpt2lab").exists():
+        if verb in ("train", "finetune"):
+            return [program("python"), display_path(REPOSITORY / "src" / f"{verb}.py")]
+        return [program("python"), "-m", "gpt2lab", *verb.split()]
+    return [program("gpt2lab"), *verb.split()]
 
 
 def child_environment() -> dict[str, str]:

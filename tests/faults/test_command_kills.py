@@ -44,12 +44,12 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def kill(script: Path, words: list[str], *, at: int, below: Path) -> int:
+def kill(script: str, words: list[str], *, at: int, below: Path) -> int:
     """Run a script in a fork that dies before its call number `at` below a folder; return its exit code."""
     environment = launch.environment(WATCH=str(below))
     done = run_ranks(
         KILLED_AT,
-        [str(at), str(script), *words],
+        [str(at), *launch.words_of(script)[1:], *words],
         world=1,
         environment=environment,
         seconds=launch.HANG_SECONDS,
@@ -78,7 +78,7 @@ def kill_everywhere(
     straight = content(folder)
     for at in range(1, 1000, every):
         words = begin()
-        if kill(launch.SCRIPTS / script, words, at=at, below=folder) == 0:
+        if kill(script, words, at=at, below=folder) == 0:
             return at - 1
         again = call(script, *words)
         if again.returncode:  # what was killed after its last step is there
@@ -92,13 +92,13 @@ def test_import_of_shards(tmp_path: Path) -> None:
         write_shards(folder / "data", train=(1003, 777), val=(650,))
         return ["import", str(folder / "data"), "--tokenizer=unknown"]
 
-    assert kill_everywhere("data.py", make, tmp_path) >= 3
+    assert kill_everywhere("data", make, tmp_path) >= 3
 
 
 def test_import_into_another_folder_with_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = tmp_path / "learned"
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
-    done = call("tokenizer.py", "train", texts, f"--out={tokenizer}", "--vocab_size=300")
+    done = call("data tokenizer", "train", texts, f"--out={tokenizer}", "--vocab_size=300")
     assert done.returncode == 0, done.stderr
 
     def make(folder: Path) -> list[str]:
@@ -106,7 +106,7 @@ def test_import_into_another_folder_with_a_tokenizer(tmp_path: Path) -> None:
         words = ["import", str(folder / "data"), f"--out={folder / 'named'}"]
         return [*words, f"--tokenizer={tokenizer}"]
 
-    assert kill_everywhere("data.py", make, tmp_path) >= 8
+    assert kill_everywhere("data", make, tmp_path) >= 8
 
 
 def test_merge_of_parts(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_merge_of_parts(tmp_path: Path) -> None:
     def make(folder: Path) -> list[str]:
         return ["merge", str(folder / "full"), *map(str, parts)]
 
-    assert kill_everywhere("data.py", make, tmp_path) >= 8
+    assert kill_everywhere("data", make, tmp_path) >= 8
 
 
 def test_preparation(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_learning_a_tokenizer(tmp_path: Path) -> None:
     def make(folder: Path) -> list[str]:
         return ["train", str(texts), f"--out={folder / 'learned'}", "--vocab_size=300"]
 
-    assert kill_everywhere("tokenizer.py", make, tmp_path) >= 5
+    assert kill_everywhere("data tokenizer", make, tmp_path) >= 5
 
 
 def test_import_of_a_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(
     shape = [word for word in SHAPE if not word.startswith("--run_name")]
     shared = [*shape, f"--data_dir={tiny_data}", "--eval_freq=6", "--max_steps=12"]
     words = [str(settings), f"--out={out}", "--seeds=1", *shared]
-    command = [sys.executable, str(launch.SCRIPTS / "ablate.py"), *words]
+    command = [*launch.words_of("ablate"), *words]
     process = subprocess.Popen(
         command, env=launch.environment(FAULT="step:sleep0.2@*"), stdout=subprocess.PIPE
     )
@@ -274,8 +274,7 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(
     words = [f"--out={out}", "--seeds=1", f"--jobs={jobs}", *shape, f"--data_dir={tiny_data}"]
     process = subprocess.Popen(
         [
-            sys.executable,
-            str(launch.SCRIPTS / "ablate.py"),
+            *launch.words_of("ablate"),
             str(settings),
             *words,
             "--max_steps=12",

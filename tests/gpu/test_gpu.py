@@ -420,7 +420,7 @@ def test_a_second_start_compiles_nothing_anew(tiny_data: Path, tmp_path: Path) -
 def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
     words = ["--model", "tiny256", "--steps", 3, "--warmup", 2, "--memory", "--profile"]
     words += ["--variant", "flash", "eager", "--total_seconds", 280, "--json", tmp_path / "g.json"]
-    code, said, error = script("benchmark.py", "gpu", *words)
+    code, said, error = script("benchmark", "gpu", *words)
     assert code == 0, said + error
     found = json.loads((tmp_path / "g.json").read_text())["tiny256"]
     rows = {row["name"]: row for row in found["trainers"]}

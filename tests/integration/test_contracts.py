@@ -38,6 +38,8 @@ pytestmark = pytest.mark.slow  # some 70 programs
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 RELATIVE = 1e-5  # golden losses: processors and torch versions differ in the last bits of a sum
 
+# Those that are no file.
+VERBS = "data doctor status runs report plot chat serve compare ablate ladder replay why-spike bisect benchmark"
 PROGRAMS = (
     "src/train.py",
     "src/finetune.py",
@@ -46,6 +48,7 @@ PROGRAMS = (
         for path in (REPOSITORY / "scripts").glob("*.py")
         if not path.name.startswith("_")
     ),
+    *(f"gpt2lab {verb}" for verb in VERBS.split()),
 )
 CPU = ["--device=cpu", "--dtype=fp32", "--compile=off", "--mini_batch_size=2", "--warmup_steps=2"]
 SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=64"]
@@ -81,13 +84,17 @@ class Place:
 
     def start(self, program: str, *flags: str) -> subprocess.CompletedProcess[str]:
         plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        words = [str(REPOSITORY / program)]
+        if program.startswith("gpt2lab "):
+            words = ["-m", *program.split()]
+            plain["PYTHONPATH"] = str(REPOSITORY / "src")
         own = {
             **{"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"},
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             **{name: str(self.folder / "xdg") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")},
         }
         return subprocess.run(
-            [sys.executable, str(REPOSITORY / program), *flags],
+            [sys.executable, *words, *flags],
             cwd=self.folder,
             env=plain | own,
             capture_output=True,
@@ -195,14 +202,18 @@ def read_help(text: str) -> dict[str, Any]:
 
 
 def test_the_flags_of_every_program(golden: dict[str, Any], place: Place) -> None:
-    def ask(*command: str) -> dict[str, Any]:
-        return read_help(place.done(*command, "--help-all"))
+    def ask(command: str) -> dict[str, Any]:
+        return read_help(place.done(command, "--help-all"))
 
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(PROGRAMS, pool.map(ask, PROGRAMS), strict=True))
-        verbs = [(name, verb) for name in found for verb in found[name].get("subcommands", [])]
-        inner = pool.map(lambda command: ask(*command), verbs)
-        found |= {" ".join(command): help for command, help in zip(verbs, inner, strict=True)}
+        within = found
+        while within:
+            verbs = [
+                f"{name} {verb}" for name in within for verb in within[name].get("subcommands", [])
+            ]
+            within = dict(zip(verbs, pool.map(ask, verbs), strict=True))
+            found |= within
     assert sum(len(help["flags"]) for help in found.values()) > 300  # the help was really read
     compare(golden, "help", found)
 
@@ -242,15 +253,15 @@ JSON_ANSWERS: dict[str, list[str]] = {
         *("--hellaswag", "--hellaswag_path=items.jsonl", "--hellaswag_limit=2"),
     ],
     "evaluate fine-tuned": ["scripts/evaluate.py", "runs/tuned", "--device=cpu"],
-    "compare": ["scripts/compare.py", "base", "modern", "--checkpoint_dir=runs"],
-    "replay": ["scripts/replay.py", "base", "--steps=7:8", "--layers", "--checkpoint_dir=runs"],
+    "compare": ["gpt2lab compare", "base", "modern", "--checkpoint_dir=runs"],
+    "replay": ["gpt2lab replay", "base", "--steps=7:8", "--layers", "--checkpoint_dir=runs"],
     "why-spike": [  # all four samples, whatever their order
-        *("scripts/why_spike.py", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs"),
+        *("gpt2lab why-spike", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs"),
     ],
-    "bisect": ["scripts/bisect_runs.py", "base", "modern", "--checkpoint_dir=runs"],
-    "status": ["scripts/status.py", "--checkpoint_dir=runs"],
+    "bisect": ["gpt2lab bisect", "base", "modern", "--checkpoint_dir=runs"],
+    "status": ["gpt2lab status", "--checkpoint_dir=runs"],
     "export": ["scripts/export_hf.py", "runs/base", "--out=exported"],
-    "gpu_info": ["scripts/gpu_info.py"],
+    "doctor": ["gpt2lab doctor", "base", "--checkpoint_dir=runs"],
     "estimate of a run": [ESTIMATE, "--run_name=base", "--checkpoint_dir=runs"],
     "estimate of tokens": [ESTIMATE, "--gpu=H100", "--gpus=8", "--tokens=1B", *NOBODY],
     "estimate of a window": [ESTIMATE, "--gpu=H100", "--steps=100", "--deadline=12h", *NOBODY],
@@ -263,13 +274,13 @@ JSON_ANSWERS: dict[str, list[str]] = {
         *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY),
     ],
     "accuracy": [ESTIMATE, "--accuracy", "--checkpoint_dir=runs"],
-    "memory_check": ["scripts/memory_check.py", "--gpu=H100", "--tokens=1B", *NOBODY],
+    "doctor of a run to come": ["gpt2lab doctor", "--gpu=H100", "--tokens=1B", *NOBODY],
 }
 # A preflight says NO-GO (1) where memory or disk of the machine are short.
 EXITS = {"estimate that fits no window": (3,), "preflight": (0, 1), "bisect": (1,)}
 # Null or not by the machine, by whether it is a clone, or by how fast it is.
 MACHINES_OWN = re.compile(
-    r"/(git|gpu|gpus|topology|mfu|driver|load_average|memory_available|warnings)(/|$)"
+    r"/(git|gpu|gpus|topology|mfu|driver|load_average|memory_available|free_gib|triton|transformers|warnings)(/|$)"
 )
 
 
@@ -345,7 +356,7 @@ def test_the_keys_of_every_event(golden: dict[str, Any], place: Place) -> None:
 
 REFUSALS: dict[str, list[str]] = {
     "unknown flag": [TRAIN, "--n_layr=3"],
-    "unknown flag of a script": ["scripts/status.py", "--wach=3"],
+    "unknown flag of a script": ["gpt2lab status", "--wach=3"],
     "renamed num_layers": [TRAIN, "--num_layers=3"],
     "renamed embd_size": [TRAIN, "--embd_size=3"],
     "renamed num_heads": [TRAIN, "--num_heads=3"],
@@ -396,8 +407,8 @@ REFUSALS: dict[str, list[str]] = {
     ],
     "text missing": ["scripts/prepare_data.py", "nothing.txt", "--out=made"],
     "prepared otherwise": ["scripts/prepare_data.py", "text", "--out=data", "--max_tokens=900"],
-    "verify of nothing": ["scripts/data.py", "verify", "nowhere"],
-    "unknown subcommand": ["scripts/data.py", "repair", "data"],
+    "verify of nothing": ["gpt2lab data", "verify", "nowhere"],
+    "unknown subcommand": ["gpt2lab data", "repair", "data"],
     "evaluate nothing": ["scripts/evaluate.py", "nobody", "--checkpoint_dir=runs"],
     "unknown gpu": [ESTIMATE, "--gpu=H1000", *NOBODY],
     "lengths of a plan": [ESTIMATE, "--gpu=H100", "--tokens=1B", "--steps=5", *NOBODY],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import shlex
@@ -13,7 +12,7 @@ import pytest
 
 from benchmarks import command as benchmark
 from gpt2lab.commands.command_line import Actions
-from gpt2lab.commands.verbs import VERBS
+from gpt2lab.commands.verbs import VERBS, main, within
 from gpt2lab.config.settings import LEAVES
 from launch import REPOSITORY
 
@@ -23,9 +22,25 @@ PAGES = {
         REPOSITORY / "README.md",
         REPOSITORY / "CONTRIBUTING.md",
         *sorted((REPOSITORY / "docs").glob("*.md")),
+        *sorted((REPOSITORY / "docs" / "log").glob("*.md")),
     ]
 }
-TRAINING = PAGES["docs/training.md"]
+TROUBLE = PAGES["docs/troubleshooting.md"]
+# The verbs of a verb.
+INNER: dict[str, list[str | None]] = {
+    "benchmark": [
+        *("cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample", "save"),
+        *("codegen-parallel", "step-overhead"),
+    ],
+    "data": ["verify", "stats", "show", "import", "merge", "tokenizer train", "tokenizer show"],
+    "ladder": ["plan", "run", "fit", "predict"],
+    "runs": [
+        *("list", "rm", "archive", "sync", "import", "resume-command", "tensorboard"),
+        *("rebuild-tensorboard", "repair-log"),
+    ],
+}
+# Flags that the log names and the program has no more.
+GONE = {"kwh", "self_test"}
 # Flags of torchrun, pytest and ssh, which are not ours.
 FOREIGN = {
     *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
@@ -55,7 +70,7 @@ def missing(line: str, texts: list[str]) -> list[str]:
 
 
 def test_every_quoted_message_is_in_the_source() -> None:
-    boxes = re.findall(r"```text\n(.*?)```", TRAINING, flags=re.S)
+    boxes = re.findall(r"```text\n(.*?)```", TROUBLE, flags=re.S)
     lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
     assert len(lines) >= 12
     for line in lines:
@@ -65,19 +80,30 @@ def test_every_quoted_message_is_in_the_source() -> None:
 
 
 def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
-    problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
-    parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
+    parts = re.split(r"^\*\*", TROUBLE, flags=re.M)[1:]
     assert len(parts) == 9
     for part in parts:
         assert "```text\n" in part, part
         assert re.search(r"`--\w+", re.sub(r"```.*?```", "", part, flags=re.S)), part
 
 
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page, flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_path_exists(page: str) -> None:
     folder = (REPOSITORY / page).parent
-    for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
-        assert "://" in link or (folder / link).is_file(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path) if path else REPOSITORY / page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
     for path in re.findall(r"\b(?:scripts|tests|src|benchmarks)/[\w/]+\.(?:py|sh)\b", PAGES[page]):
         assert (REPOSITORY / path).is_file(), path
     makefile = (REPOSITORY / "Makefile").read_text()
@@ -106,61 +132,61 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 
-def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Return the flags that a script's help shows."""
-    if script in ("src/train.py", "src/finetune.py"):
-        return {*LEAVES, *Actions.__dataclass_fields__}
-    name = Path(script).stem
-    main = benchmark.main
-    if script in VERBS:
-        main = VERBS[script].load()
-    elif name != "benchmark":
-        main = importlib.import_module(f"gpt2lab.commands.{name}").main
+FAMILIES = {
+    "data": ("verify", "stats", "show", "import", "merge", "tokenizer train", "tokenizer show"),
+    "runs": ("list", "rm", "archive", "sync", *within("runs")),
+    "ladder": ("plan", "run", "fit", "predict"),
+    "benchmark": tuple(benchmark.VERBS),
+}
+
+
+def flags_of(verb: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Return the flags that a verb's help shows; `verb`: all its words."""
     with pytest.raises(SystemExit):
-        main([*([verb] if verb else []), "--help-all"])
+        main([*verb.split(), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
-    return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
+    # These hand others to the trainer.
+    return shown | (
+        set(LEAVES) if verb in ("ablate", "runs import", "runs resume-command") else set()
+    )
+
+
+def verb_of(words: list[str]) -> str | None:
+    """Return the verb that a command line calls; None for a module or a test, which takes no flags of ours."""
+    if words[0] == "gpt2lab":
+        verb, *rest = words[1:]
+        inner = [one for one in FAMILIES.get(verb, ()) if one.split() == rest[: len(one.split())]]
+        return " ".join([verb, *inner[:1]])
+    file = next((word for word in words if re.fullmatch(r"(src|scripts)/\w+\.py", word)), None)
+    if file is None or file.startswith("src/"):
+        return file and Path(file).stem
+    (verb,) = re.findall(r'run\("(\S+)"\)', (REPOSITORY / file).read_text())
+    return str(verb)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    known: dict[tuple[str, str | None], set[str]] = {}
+    known: dict[str, set[str]] = {}
     for words in commands(PAGES[page]):
-        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if words[0] == "gpt2lab" and words[1] in VERBS:
-            at = 1
-        elif at is None or not words[at].startswith(("src/", "scripts/")):
-            continue  # a module or a test, which takes no flags of ours
-        script, verb = words[at], None
-        if Path(script).stem in ("benchmark", "data", "ladder", "runs", "tokenizer"):
-            verb = words[at + 1]
-        if (script, verb) not in known:
-            known[script, verb] = flags_of(script, verb, capsys)
-        typed = {word.removeprefix("--") for word in words[at:] if word.startswith("--")}
+        verb = verb_of(words)
+        if verb is None or verb.startswith("-"):
+            continue
+        if verb not in known:
+            known[verb] = flags_of(verb, capsys)
+        typed = {word.removeprefix("--") for word in words if word.startswith("--")}
         typed = {flag.partition("=")[0] for flag in typed} - {"help", "help-all"}
-        assert typed <= known[script, verb], words
+        typed -= {"nproc_per_node", "nnodes", "standalone", "shutdown-timeout"}  # torchrun's
+        assert typed <= known[verb], words
 
 
 def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known = {*LEAVES, *Actions.__dataclass_fields__, *FOREIGN}
-    for path in (REPOSITORY / "scripts").glob("[a-z]*.py"):
-        name = path.stem
-        verbs: list[str | None] = [None]
-        if name == "data":
-            verbs = ["verify", "stats", "show", "import", "merge"]
-        if name == "runs":
-            verbs = ["rm", "archive"]
-        if name == "tokenizer":
-            verbs = ["train", "show"]
-        if name == "ladder":
-            verbs = ["plan", "run", "fit", "predict"]
-        if name == "benchmark":
-            verbs = ["cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample"]
-            verbs += ["save", "codegen-parallel", "step-overhead"]
-        for verb in verbs:
-            known |= flags_of(f"scripts/{name}.py", verb, capsys)
+    for verb in VERBS:
+        for inner in FAMILIES.get(verb, ("",)):
+            known |= flags_of(f"{verb} {inner}".strip(), capsys)
     for page, text in PAGES.items():
-        unknown = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known
+        gone = GONE if "/log/" in page else set()
+        unknown = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known - gone
         assert not unknown, f"{page}: {unknown}"
 
 

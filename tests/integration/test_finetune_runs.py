@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
-from gpt2lab.commands.command_line import DEFAULTS
+from gpt2lab.commands.command_line import TUNING_DEFAULTS
 from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
@@ -45,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_replayed_from_its_own_conversations(folder: Path, tmp_path: Path) -> None:
     finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
-    assert "every bit as logged" in launch.call("replay.py", tmp_path / "run", "--steps=3").stdout
-    for words in (("replay.py", "--steps=3"), ("data.py", "show", "--step=3", "--run")):
+    assert "every bit as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
+    for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
         done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
         line = "--data_dir: the run was fine-tuned on --instructions; leave it out"
         assert (done.returncode, line in done.stderr) == (2, True)
@@ -171,7 +171,7 @@ def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path
 
 def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> None:
     flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
-    with pytest.raises(ConfigError, match=r"run whole was begun by src/finetune\.py; continue it"):
+    with pytest.raises(ConfigError, match=r"run whole was begun by gpt2lab finetune; continue it"):
         pretrain(parse(flags))
     plan = plan_continuation(
         str(folder / "runs" / "whole"),
@@ -228,7 +228,7 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
         (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
         (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
         (("--data_dir=data",), ("--data_dir is for pretraining",)),
-        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to src/train.py",)),
+        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to gpt2lab train",)),
         (("--mini_batch_size=auto",), ("auto is for pretraining",)),
     ],
 )
@@ -259,7 +259,7 @@ def test_the_command_lists_plans_and_rejects(folder: Path, tmp_path: Path) -> No
         "error: unknown flag --lora: did you mean --lora_r?\n",
     )
     theirs = launch.call(launch.TRAIN, "--lora_r=8")
-    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
+    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to gpt2lab finetune\n"
     assert not (tmp_path / "runs").exists()
 
 
@@ -282,8 +282,8 @@ def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None
     preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
     others = {name for name, value in to_flat(preset).items() if found[name] != value}
-    shown = DEFAULTS["finetune"]
-    assert others - {"mini_batch_size"} <= set(shown)
+    shown = TUNING_DEFAULTS
+    assert others <= set(shown)
     for name, text in shown.items():
         if text.isdecimal() or name in ("shuffle", "epoch_checkpoints"):
             value = found[name]

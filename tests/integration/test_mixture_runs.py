@@ -107,7 +107,7 @@ def test_every_step_can_be_shown_with_its_sources(straight: Path, data: Path) ->
             name, file, _, _, offset = place.replace(",", "").split()
             expected = np.load(data / name / file)[int(offset) : int(offset) + T + 1]
             assert np.array_equal(window, expected)
-    said = launch.call("data.py", "show", "--run", straight, "--step", 1).stdout
+    said = launch.call("data", "show", "--run", straight, "--step", 1).stdout
     assert "--- sample 0: easy, tiny_train_000000.npy from token 0" in said
 
 
@@ -116,9 +116,9 @@ def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
 ) -> None:
     shutil.copytree(data, tmp_path / "moved")
     there = words(tmp_path / "moved", **WEIGHTS)
-    replay = ("replay.py", straight, "--steps=13:15", *there)
+    replay = ("replay", straight, "--steps=13:15", *there)
     assert "every bit as logged" in launch.call(*replay).stdout
-    shown = launch.call("data.py", "show", "--run", straight, "--step", LAST, *there)
+    shown = launch.call("data", "show", "--run", straight, "--step", LAST, *there)
     assert "--- sample 191: late, tiny_train_000001.npy from token 80" in shown.stdout
     done = launch.call(*replay[:-1], f"{tmp_path / 'moved' / 'late'}:0.5")
     assert done.returncode == 2
@@ -270,7 +270,7 @@ def test_a_damaged_shard_of_any_source_stops_the_run_with_its_name(
 ) -> None:
     for name in NAMES:
         write_shards(tmp_path / name, train=(1003, 777), val=(650,))
-        assert launch.call("data.py", "import", tmp_path / name).returncode == 0
+        assert launch.call("data", "import", tmp_path / name).returncode == 0
     path = tmp_path / "hard" / f"tiny_{split}_000000.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -204,7 +204,7 @@ def test_nanogpts_characters_train_and_sample(tmp_path: Path) -> None:
         np.array([ids[one] for one in text], "<u2").tofile(folder / f"{name}.bin")
     meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    assert call("data.py", "import", folder).returncode == 0
+    assert call("data", "import", folder).returncode == 0
     flags = [flag for flag in flags_of(tmp_path, "a") if "hellaswag" not in flag]
     pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
     (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")
@@ -316,7 +316,7 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(
     assert (ids[:, 0] == tokenizer.end_of_text).all()
     assert last(tmp_path / "tuned", "eval")["bits_per_byte"] > 0
     words = (f"--checkpoint_dir={tmp_path}", "--max_new_tokens=4")
-    done = call("chat.py", "tuned", *words, stdin="Hello\n")
+    done = call("chat", "tuned", *words, stdin="Hello\n")
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
     out = tmp_path / "exported"
@@ -325,7 +325,7 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(
     loaded = AutoTokenizer.from_pretrained(out)
     expected, _ = encode([Turn("user", "What is 3?")], tokenizer)
     assert loaded.apply_chat_template(talk, return_dict=False) == expected
-    assert "warning" not in call("chat.py", out, *words, stdin="Hello\n").stderr
+    assert "warning" not in call("chat", out, *words, stdin="Hello\n").stderr
     done = call("evaluate.py", "tuned", words[0], "--json")
     logged = last(tmp_path / "tuned", "eval")["val_loss"]
     assert json.loads(done.stdout)["val_loss"] == pytest.approx(logged, rel=1e-6)
@@ -346,8 +346,8 @@ def test_from_text_to_transformers_with_the_commands(tmp_path: Path, vocab_size:
         return done.stdout
 
     learn = ("train", "python-stdlib", f"--vocab_size={vocab_size}", "--max_bytes=15M", "--out=tok")
-    assert f"bpe-{vocab_size}, {vocab_size:,} ids" in run("tokenizer.py", *learn)
-    shown = run("tokenizer.py", "show", "tok", "gpt2", "--source", "python-stdlib")
+    assert f"bpe-{vocab_size}, {vocab_size:,} ids" in run("data tokenizer", *learn)
+    shown = run("data tokenizer", "show", "tok", "gpt2", "--source", "python-stdlib")
     density = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines()[1:]}
     assert density["tok"] > 1.3 * density["gpt2"]  # it has seen Python
     run("prepare_data.py", "python-stdlib", "--tokenizer=tok", "--max_tokens=400k", "--out=data")
@@ -398,7 +398,7 @@ def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
 ) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
     out = () if any("--out" in word for word in words) else ("--out=tok",)
-    done = call("tokenizer.py", "train", "corpus", *out, *words, folder=tmp_path)
+    done = call("data tokenizer", "train", "corpus", *out, *words, folder=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -408,11 +408,11 @@ def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
 def test_characters_and_a_single_file_are_written(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
     for words in (("--kind=characters", "--out=letters"), ("--vocab_size=280", "--out=t.json")):
-        done = call("tokenizer.py", "train", "corpus", *words, folder=tmp_path)
+        done = call("data tokenizer", "train", "corpus", *words, folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert open_tokenizer(str(tmp_path / "letters")) == characters_of(TEXT)
     assert open_tokenizer(str(tmp_path / "t.json")).size == 280
-    shown = call("tokenizer.py", "show", "gpt2", "t.json", "--end_token=a", folder=tmp_path)
+    shown = call("data tokenizer", "show", "gpt2", "t.json", "--end_token=a", folder=tmp_path)
     assert shown.returncode == 0, shown.stderr
     ends = [line.split()[3:5] for line in shown.stdout.splitlines()[-2:]]
     assert ends == [

@@ -27,43 +27,46 @@ COMMANDS: dict[str, str | None] = {
     "make tensorboard": None,  # tests/unit/commands/test_make.py, tests/unit/runs/test_tensorboard_server.py
     "make tensorboard-stop": None,  # the same
     "source .venv/bin/activate": None,
-    "python scripts/prepare_data.py fineweb-edu": None,  # network
-    "python scripts/prepare_data.py hf:roneneldan/TinyStories": None,  # network
-    "python scripts/data.py verify data/my_texts": "",
+    "gpt2lab prepare fineweb-edu": None,  # network
+    "gpt2lab prepare hf:roneneldan/TinyStories": None,  # network
+    "gpt2lab data verify data/my_texts": "",
     "torchrun --nproc_per_node=4 src/train.py --model gpt2 --run_name gpt2-124m --use_tensorboard": (
         f"{SHRINK} --stop_after_steps=1"
     ),
     "torchrun --nproc_per_node=4 src/train.py --resume latest": "",
-    "python src/train.py --model gpt2 --dry_run": "",
-    "python src/train.py --model gpt2 --preflight": SHRINK,
+    "gpt2lab train --model gpt2 --dry_run": "",
+    "gpt2lab train --model gpt2 --preflight": SHRINK,
     "python src/train.py --list_checkpoints": "",
+    "gpt2lab runs list": "",
     "python scripts/estimate_time.py": "",
-    "python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
-    "python scripts/status.py": "",
+    "gpt2lab estimate --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
+    "gpt2lab status": "",
     # tests/unit/commands/test_first_mistakes.py
-    "python scripts/runs.py rm old_run": None,
-    "python scripts/runs.py rm old_run/step_00000250": None,
-    "python scripts/runs.py archive old_run": None,
-    "python scripts/resume_command.py gpt2-124m --output slurm": "--num_gpus 1",
-    "python scripts/plot.py gpt2-124m": "",
-    "python scripts/report.py gpt2-124m": "",
-    # tests/unit/runs/test_looking_at_runs.py and test_report.py
-    "python scripts/plot.py run_a run_b --x tokens --log xy --out compare.png": None,
-    "python scripts/plot.py --ablation checkpoints/ablation": None,
-    "python scripts/report.py run_a run_b --out compare.html": None,
-    "python scripts/evaluate.py gpt2-124m": "--device=cpu",
-    "python scripts/compare.py run_a run_b": None,  # tests/unit/evaluation/test_evaluate.py
-    'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
-    "python scripts/export_hf.py gpt2-124m --out exports/gpt2-124m": "",
-    "python scripts/prepare_data.py my_texts/": "",
-    "python src/finetune.py --init_from gpt2-124m --instructions demo --run_name tuned": (
+    "gpt2lab runs rm old_run": None,
+    "gpt2lab runs rm old_run/step_00000250": None,
+    "gpt2lab runs archive old_run": None,
+    # tests/unit/tracking/test_rebuild.py
+    "gpt2lab runs rebuild-tensorboard RUN": None,
+    "gpt2lab runs resume-command gpt2-124m --output slurm": "--num_gpus 1",
+    "gpt2lab plot gpt2-124m": "",
+    "gpt2lab report gpt2-124m": "",
+    # tests/unit/runs/test_looking_at_runs.py and tests/unit/report/test_report.py
+    "gpt2lab plot run_a run_b --x tokens --log xy --out compare.png": None,
+    "gpt2lab report run_a run_b --out compare.html": None,
+    "gpt2lab evaluate gpt2-124m": "--device=cpu",
+    "gpt2lab compare run_a run_b": None,  # tests/unit/evaluation/test_evaluate.py
+    'gpt2lab sample gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
+    "gpt2lab export gpt2-124m --out exports/gpt2-124m": "",
+    "gpt2lab prepare my_texts/": "",
+    "gpt2lab finetune --init_from gpt2-124m --instructions demo --run_name tuned": (
         "--max_steps=2 --sample_tokens=4 --device=cpu"
     ),
-    "python scripts/chat.py tuned": "--max_new_tokens=4",
-    "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
-    "python src/train.py --model gpt2-mini --max_steps 2000 --save_config mini.toml": "",
-    "python src/train.py --config mini.toml --seed 2": f"{SHRINK} --data_dir=data/fineweb_edu",
-    "python src/train.py --help": "",
+    "gpt2lab chat tuned": "--max_new_tokens=4",
+    "gpt2lab train --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
+    "gpt2lab train --model gpt2-mini --max_steps 2000 --save_config mini.toml": "",
+    "gpt2lab train --config mini.toml --seed 2": f"{SHRINK} --data_dir=data/fineweb_edu",
+    "gpt2lab train --help": "",
+    "gpt2lab --help": "",
     "make help": "",
 }
 
@@ -76,7 +79,7 @@ def commands_of_a_newcomer() -> list[str]:
         blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
         found += [line for block in blocks for line in block.splitlines() if line]
         sentences = re.sub(r"```.*?```", "", text, flags=re.S)
-        found += re.findall(r"`((?:python|make|torchrun) [^`]+)`", sentences)
+        found += re.findall(r"`((?:python|make|torchrun|gpt2lab) [^`]+)`", sentences)
         found += re.findall(r"\*\*((?:python|make|torchrun) [^*]+)\*\*", sentences)
     return list(dict.fromkeys(found))
 
@@ -89,6 +92,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / name, folder / name)
     shutil.copy(REPOSITORY / "Makefile", folder)
     (folder / "checkpoints").mkdir()
+    command = folder / "bin" / "gpt2lab"  # as pip writes it, but for the package of the copy
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gpt2lab "$@"\n')
+    command.chmod(0o755)
     data = folder / "data" / "fineweb_edu"
     data.mkdir(parents=True)
     import numpy as np
@@ -144,7 +151,7 @@ def test_the_front_page_shows_a_picture_and_a_short_transcript() -> None:
 def test_the_commands_of_a_newcomer_run(clone: Path) -> None:
     """In the order of the pages: prepare and train come before what they make possible."""
     tools = Path(sys.executable).parent
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join([str(clone / "bin"), str(tools), os.environ["PATH"]])
     for command in commands_of_a_newcomer():
         flags = COMMANDS[command]
         if flags is None:
@@ -153,7 +160,7 @@ def test_the_commands_of_a_newcomer_run(clone: Path) -> None:
             f"{command} {flags}",
             shell=True,
             cwd=clone,
-            env=environment(PATH=path),
+            env=environment(PATH=path, PYTHONPATH=str(clone / "src")),
             capture_output=True,
             text=True,
             timeout=HANG_SECONDS,

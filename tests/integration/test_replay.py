@@ -134,7 +134,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) -> None:
     before = listing(place / "runs" / "clean")
-    found = call("replay.py", place, "clean", "--steps=10:13", "--layers", "--json")
+    found = call("replay", place, "clean", "--steps=10:13", "--layers", "--json")
     assert listing(place / "runs" / "clean") == before
     assert (found["from_step"], found["departure"], found["compared"]) == (8, None, "bits")
     logged = launch.steps(place / "runs" / "clean")
@@ -146,7 +146,7 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) ->
         squares = sum(norm**2 for norm in step["layers"].values())
         assert squares**0.5 == pytest.approx(event["grad_norm"], rel=1e-5)
         assert list(step["layers"]) == ["wte", "wpe", "blocks.0", "ln_f"]
-    said = call("replay.py", place, "clean", "--steps=10:13")
+    said = call("replay", place, "clean", "--steps=10:13")
     assert "steps 9 to 13: batch, rate, loss and gradient norm are every bit as logged" in said
 
 
@@ -157,7 +157,7 @@ def test_a_compiled_run_is_replayed_compiled(own: Path) -> None:
     ]
     pretrain(parse([*flags, "--compile=on", "--stop_after_steps=6"]))
     for name in ("compiled", "clean"):  # compiling leaves nothing behind for the other
-        assert "every bit as logged" in call("replay.py", own, name, "--steps=5:6")
+        assert "every bit as logged" in call("replay", own, name, "--steps=5:6")
 
 
 def test_a_compiled_run_is_replayed_where_nothing_can_compile(
@@ -166,7 +166,7 @@ def test_a_compiled_run_is_replayed_where_nothing_can_compile(
     path = own / "runs" / "clean" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "on"}))
     monkeypatch.setenv("PATH", "")
-    said = call("replay.py", own, "clean", "--steps=9").splitlines()[-1]
+    said = call("replay", own, "clean", "--steps=9").splitlines()[-1]
     assert said == (
         "step 9: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, "
         "because the run was compiled, and nothing can compile here (no C++ compiler on the PATH)"
@@ -175,7 +175,7 @@ def test_a_compiled_run_is_replayed_where_nothing_can_compile(
 
 def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -> None:
     one = ("poisoned", f"--without_sample={BAD}", "--json")
-    found = call("replay.py", place, *one, "--steps=14:15", "--layers")
+    found = call("replay", place, *one, "--steps=14:15", "--layers")
     spike, after = found["steps"]
     assert found["change"] == f"without sample {BAD}"
     assert (spike["targets"], after["targets"]) == ((S - 1) * T, S * T)
@@ -187,7 +187,7 @@ def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -
     assert total == pytest.approx(spike["logged"]["grad_norm"], rel=1e-5)
     assert as_was.keys() == spike["layers"].keys()
     # The mean of the rest, from the losses of the samples alone.
-    parts = call("why_spike.py", place, "poisoned", "--step=14", "--json")["parts"]
+    parts = call("why-spike", place, "poisoned", "--step=14", "--json")["parts"]
     rest = [part["loss"] for part in parts if part["sample"] != BAD]
     assert spike["replayed"]["loss"] == pytest.approx(sum(rest) / len(rest), rel=1e-5)
 
@@ -210,13 +210,13 @@ def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
     ]
     assert sum(count) == stop - begin + 1
     found = call(
-        "replay.py", place, "clean", "--steps=13:15", f"--without_document={number}", "--json"
+        "replay", place, "clean", "--steps=13:15", f"--without_document={number}", "--json"
     )
     assert [S * T - step["targets"] for step in found["steps"]] == count
 
 
 def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
-    found = call("replay.py", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
+    found = call("replay", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
     first, second, _ = found["steps"]
     assert first["replayed"]["loss"] == first["logged"]["loss"]
     assert first["replayed"]["lr"] == pytest.approx(2 * first["logged"]["lr"], rel=1e-12)
@@ -225,9 +225,9 @@ def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
 
 def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own: Path) -> None:
     train(own, "half", "clean", "--dtype=bf16", "--stop_after_steps=6")
-    assert "every bit as logged" in call("replay.py", own, "half", "--steps=6")
+    assert "every bit as logged" in call("replay", own, "half", "--steps=6")
     for name, dtype, is_same in (("half", "fp32", False), ("clean", "fp32", True)):
-        found = call("replay.py", own, name, "--steps=6", f"--dtype={dtype}", "--json")
+        found = call("replay", own, name, "--steps=6", f"--dtype={dtype}", "--json")
         (step,) = found["steps"]
         for quantity in ("loss", "grad_norm"):
             before, now = (step[when][quantity] for when in ("logged", "replayed"))
@@ -272,7 +272,7 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
 ) -> None:
     if "=64" in " ".join(words):
         words = (*words[:2], "--without_sample", *map(str, range(64, 72)))
-    assert says in call("replay.py", place, *words, code=2)
+    assert says in call("replay", place, *words, code=2)
 
 
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path) -> None:
@@ -282,8 +282,8 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path)
     (own / "moved").unlink()
     here, other = (f"--data_dir={own / name}" for name in ("clean", "swapped"))
     for program, flag, says in (
-        ("replay.py", "--steps=9", ": batch, rate, loss and gradient norm are every bit as logged"),
-        ("why_spike.py", "--step=9", ": as logged"),
+        ("replay", "--steps=9", ": batch, rate, loss and gradient norm are every bit as logged"),
+        ("why-spike", "--step=9", ": as logged"),
     ):
         line = call(program, own, "mine", flag, code=2)
         assert line.endswith("if they were moved, say where with --data_dir")
@@ -293,14 +293,14 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path)
         line = call(program, own, "mine", flag, "--data_dir=gone", code=2)  # not: prepare it
         assert "gone: no such folder; say where the run's data are now (" in line
     # In bisect the other run keeps its own data.
-    assert "which sample is not known" in call("bisect_runs.py", own, "mine", "poisoned", code=1)
-    said = call("bisect_runs.py", own, "mine", "poisoned", here, code=1)
+    assert "which sample is not known" in call("bisect", own, "mine", "poisoned", code=1)
+    said = call("bisect", own, "mine", "poisoned", here, code=1)
     assert f"batch: 1 of {S} samples differ, the first is sample {BAD}" in said
-    line = call("bisect_runs.py", own, "clean", "poisoned", "--data_dir=gone", code=2)
+    line = call("bisect", own, "clean", "poisoned", "--data_dir=gone", code=2)
     assert "gone: no such folder; say where the run's data are now (" in line
     (own / "moved").symlink_to(own / "poisoned")
     words = (f"--steps={SPIKE}", "--max_lr=0.02", "--json")
-    found = call("replay.py", own, "mine", *words, code=1)
+    found = call("replay", own, "mine", *words, code=1)
     assert (found["departure"]["step"], found["departure"]["quantity"]) == (SPIKE, "batch")
 
 
@@ -327,7 +327,7 @@ def test_a_step_that_is_not_as_logged_is_named(field: str, name: str, own: Path)
     run = own / "runs" / "clean"
     value = launch.steps(run)[11][field]
     edit_log(run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)})
-    said = call("replay.py", own, "clean", "--steps=10:13", code=1)
+    said = call("replay", own, "clean", "--steps=10:13", code=1)
     assert f"not as logged: step 11 is the first that differs, in its {name} (" in said
 
 
@@ -338,15 +338,15 @@ def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own: Path) -> Non
     facts["environment"]["torch"] = "1.0"
     (run / "run.json").write_text(json.dumps(facts))
     flip(run / "step_00000012", "wte.weight", 5, redo=False)
-    said = call("replay.py", own, "clean", "--steps=14")
+    said = call("replay", own, "clean", "--steps=14")
     assert "passed over: " in said
     assert "step_00000012/model.safetensors: damaged (sha256 does not match" in said
     assert "from the checkpoint of step 8" in said
     flip(run / "step_00000012", "wte.weight", 5, redo=False)  # back
     flip(run / "step_00000012", "ln_f.weight", 5, redo=True)
-    found = call("replay.py", own, "clean", "--steps=14:15", "--json", code=1)
+    found = call("replay", own, "clean", "--steps=14:15", "--json", code=1)
     assert (found["departure"]["step"], found["departure"]["quantity"]) == (13, "loss")
-    said = call("replay.py", own, "clean", "--steps=14:15", code=1)
+    said = call("replay", own, "clean", "--steps=14:15", code=1)
     assert f"likely cause: torch 1.0 -> {torch.__version__}" in said
 
 
@@ -355,8 +355,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own: Path) -> Non
 
 def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
     before = listing(place / "runs" / "poisoned")
-    found = call("why_spike.py", place, "poisoned", "--json")
-    said = call("why_spike.py", place, "poisoned", f"--step={SPIKE}", "--worst=2")
+    found = call("why-spike", place, "poisoned", "--json")
+    said = call("why-spike", place, "poisoned", f"--step={SPIKE}", "--worst=2")
     assert listing(place / "runs" / "poisoned") == before
     assert found["step"] == SPIKE
     assert "standard deviations above the mean of the 13 steps before" in found["how"]
@@ -368,7 +368,7 @@ def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
     assert (found["loss"], found["grad_norm"]) == (logged["loss"], logged["grad_norm"])
     # As a replay without the sample.
     again = call(
-        "replay.py", place, "poisoned", f"--steps={SPIKE}", f"--without_sample={BAD}", "--json"
+        "replay", place, "poisoned", f"--steps={SPIKE}", f"--without_sample={BAD}", "--json"
     )["steps"][0]["replayed"]
     assert found["without"][0] == {
         "sample": BAD,
@@ -384,53 +384,53 @@ def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
 
 
 def test_a_step_without_a_culprit_is_called_so(place: Path) -> None:
-    said = call("why_spike.py", place, "clean", "--step=9", "--worst=1")
+    said = call("why-spike", place, "clean", "--step=9", "--worst=1")
     assert said.splitlines()[-1] == "no single sample explains this norm"
     assert "as logged" in said
 
 
 def test_a_step_of_one_sample_is_explained(own: Path) -> None:
     train(own, "one", "clean", f"--total_batch_size={T}", "--mini_batch_size=1", "--max_steps=6")
-    found = call("why_spike.py", own, "one", "--step=6", "--json")
+    found = call("why-spike", own, "one", "--step=6", "--json")
     (part,) = found["parts"]
     assert part["projection"] == pytest.approx(found["grad_norm"], rel=1e-4)
     assert (list(found["samples"]), found["without"]) == ([str(part["sample"])], [])
-    assert "as logged" in call("why_spike.py", own, "one", "--step=6")
+    assert "as logged" in call("why-spike", own, "one", "--step=6")
 
 
 def test_a_step_that_no_sample_broke_is_called_so(own: Path) -> None:
     with pytest.raises(NonFiniteError):
         train(own, "broken", "clean", "--max_lr=1e30")
-    said = call("why_spike.py", own, "broken")
+    said = call("why-spike", own, "broken")
     assert "no sample of the step has a finite loss, so the weights" in said.splitlines()[-1]
     assert "nan" not in said
     answers = [
         launch.call(*words, "--json", f"--checkpoint_dir={own / 'runs'}").stdout
-        for words in (("why_spike.py", "broken"), ("replay.py", "broken", "--steps=5", "--layers"))
+        for words in (("why-spike", "broken"), ("replay", "broken", "--steps=5", "--layers"))
     ]
     assert all("null" in answer and "NaN" not in answer for answer in answers)
 
 
 def test_wrong_words_for_why_spike(own: Path) -> None:
-    assert "worst 0 must be at least 1" in call("why_spike.py", own, "clean", "--worst=0", code=2)
-    assert "no step 99; it has" in call("why_spike.py", own, "clean", "--step=99", code=2)
+    assert "worst 0 must be at least 1" in call("why-spike", own, "clean", "--worst=0", code=2)
+    assert "no step 99; it has" in call("why-spike", own, "clean", "--step=99", code=2)
     for checkpoint in (own / "runs" / "clean").glob("step_*"):
         shutil.rmtree(checkpoint)
-    assert "it has no checkpoint to replay" in call("why_spike.py", own, "clean", code=2)
+    assert "it has no checkpoint to replay" in call("why-spike", own, "clean", code=2)
 
 
 # -- bisect ----------------------------------------------------------------------------------------------------------
 
 
 def differing(folder: Path, other: str, a: str = "clean") -> dict[str, Any]:
-    found: dict[str, Any] = call("bisect_runs.py", folder, a, other, "--json", code=1)
+    found: dict[str, Any] = call("bisect", folder, a, other, "--json", code=1)
     return found
 
 
 def test_equal_runs_are_called_equal(own: Path) -> None:
     shutil.copytree(own / "runs" / "clean", own / "runs" / "copy")
     before = listing(own / "runs")
-    said = call("bisect_runs.py", own, "clean", "copy")
+    said = call("bisect", own, "clean", "copy")
     assert listing(own / "runs") == before
     assert f"equal: {LAST} steps" in said
     assert "6 checkpoints of both" in said
@@ -450,7 +450,7 @@ def test_a_flipped_bit_is_named_by_its_tensor(own: Path) -> None:
     shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
     run = own / "runs" / "flipped"
     flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=False)
-    line = call("bisect_runs.py", own, "clean", "flipped", code=2)
+    line = call("bisect", own, "clean", "flipped", code=2)
     assert f"flipped/step_{FLIPPED:08d}/model.safetensors: damaged (sha256" in line
     flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=False)  # back
     flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=True)
@@ -514,8 +514,8 @@ def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:
     found = differing(own, "later")
     assert (found["step"], found["quantity"]) == (9, "setting")
     # Each side of the resume replays with its own rate; a range over it is rejected.
-    assert "every bit as logged" in call("replay.py", own, "later", "--steps=10")
-    line = call("replay.py", own, "later", "--steps=6:10", code=2)
+    assert "every bit as logged" in call("replay", own, "later", "--steps=10")
+    line = call("replay", own, "later", "--steps=6:10", code=2)
     assert "a resume after step 8 changed max_lr, min_lr; replay the steps before and" in line
 
 
@@ -523,7 +523,7 @@ def test_a_floor_that_a_resume_kept_though_its_peak_moved_is_kept_in_a_replay(ow
     words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
     flags = [flag for flag in flags_of(own, "clean", "clean") if "max_lr" not in flag]
     pretrain(parse([*flags, *words, "--min_lr=0.001"]))  # what it was: a tenth of the peak before
-    assert "every bit as logged" in call("replay.py", own, "clean", "--steps=10")
+    assert "every bit as logged" in call("replay", own, "clean", "--steps=10")
 
 
 @pytest.fixture
@@ -543,14 +543,14 @@ def test_another_number_of_threads_is_named(own: Path, one_thread_again: None) -
         for log in (history.read_log(own / "runs" / name) for name in ("one", "two"))
     )
     unlike = np.flatnonzero((one != two).any(axis=0)) + 1
-    done = launch.call("bisect_runs.py", "one", "two", f"--checkpoint_dir={own / 'runs'}")
+    done = launch.call("bisect", "one", "two", f"--checkpoint_dir={own / 'runs'}")
     assert "threads 1 and 2" in done.stdout
     assert (": environment" in done.stdout) == (done.returncode == 1)
     if len(unlike):  # on some processors two threads add in the order of one
         assert done.returncode == 1
         assert f" step {unlike[0]}" in done.stdout
     # A replay takes as many threads as the run had.
-    assert "every bit as logged" in call("replay.py", own, "two", "--steps=6:8")
+    assert "every bit as logged" in call("replay", own, "two", "--steps=6:8")
 
 
 @pytest.mark.slow
@@ -575,9 +575,9 @@ def test_a_swapped_document_is_named(own: Path) -> None:
 def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
     flags = [*flags_of(own, "ranks", "clean"), "--stop_after_steps=12"]
     assert launch.train_in_forks(flags, world=2).returncode == 0
-    said = call("replay.py", own, "ranks", "--steps=10:12")
+    said = call("replay", own, "ranks", "--steps=10:12")
     assert "losses to 1e-5 and gradient norms to 1e-4 as logged" in said
-    assert call("why_spike.py", own, "ranks", "--step=10").count("as logged") == 1
+    assert call("why-spike", own, "ranks", "--step=10").count("as logged") == 1
     # With exact reduction the order does not depend on the ranks.
     assert (
         launch.train_in_forks(
@@ -585,10 +585,10 @@ def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
         ).returncode
         == 0
     )
-    assert "every bit as logged" in call("replay.py", own, "exact", "--steps=6:8")
+    assert "every bit as logged" in call("replay", own, "exact", "--steps=6:8")
 
 
 def test_a_replay_is_one_process(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    line = call("replay.py", place, "clean", "--steps=9", code=2)
+    line = call("replay", place, "clean", "--steps=9", code=2)
     assert "a replay is one process; start it without torchrun" in line

@@ -41,7 +41,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 def test_openai_s_client_reads_every_kind_of_answer(client: openai.OpenAI) -> None:
-    works_with("openai", version("openai"), "completions, chats and streams of serve.py")
+    works_with("openai", version("openai"), "completions, chats and streams of serve")
     assert [model.id for model in client.models.list()] == ["tuned"]
     assert client.models.retrieve("tuned").owned_by == "gpt2lab"
     asked = {"model": "tuned", "prompt": "Hello", "max_tokens": 12, "seed": 5}
@@ -92,11 +92,11 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone(
 
 def test_a_taken_port_is_one_line_with_the_fix(address: str) -> None:
     port = address.rpartition(":")[2]
-    done = launch.script("serve.py", "tuned", "--port", port)
+    done = launch.script("serve", "tuned", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another "
-        f"with --port N: python scripts/serve.py RUN --port {int(port) + 1}\n"
+        f"with --port N: gpt2lab serve RUN --port {int(port) + 1}\n"
     )
 
 
@@ -118,7 +118,7 @@ LAST = "document.querySelector('article:last-child')?.textContent"
 
 @browser.needs_browser
 def test_a_browser_chats(address: str, client: openai.OpenAI, tmp_path: Path) -> None:
-    works_with("Chromium", browser.version(), "the page of serve.py, typed into", compare="name")
+    works_with("Chromium", browser.version(), "the page of serve, typed into", compare="name")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     with browser.page(tmp_path / "profile") as page:
         page.open(f"{address}/", "dark")

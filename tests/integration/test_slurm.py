@@ -1,4 +1,4 @@
-"""The batch script of resume_command.py in a real Slurm of one node, made from the packages slurm-wlm and munge."""
+"""The batch script of `runs resume-command` in a real Slurm of one node, made from the packages slurm-wlm and munge."""
 
 from __future__ import annotations
 

@@ -87,12 +87,12 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     said = gpt2lab("sample", "first", "--prompt", "def ", "--max_new_tokens", "8")
     assert said.startswith("def ")
     assert "first" in gpt2lab("status")
-    assert "step             20\n" in gpt2lab("env", "first")
+    assert "step             20\n" in gpt2lab("doctor", "first")
     assert "time" in gpt2lab("estimate", "--model", "gpt2-nano", "--steps", "20")
     gpt2lab("report", "first")
     assert (folder / "checkpoints" / "first" / "report.html").is_file()
     longer = ("--max_steps", "22", "--allow_change", "max_steps")
-    command = gpt2lab("resume-command", "first", *longer)
+    command = gpt2lab("runs", "resume-command", "first", *longer)
     assert "-m gpt2lab.train" in command
     plan = run(
         ["bash", "-c", f"{command.strip()} --dry_run"],
@@ -101,7 +101,7 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     )
     assert "resumes from   step 20 (2 to go)" in plan
     assert {path.name for path in folder.iterdir()} == {"data", "checkpoints"}
-    page = "import gpt2lab.commands.env as m; print(open(m.__file__.replace('env.py', 'serve.html')).read())"
+    page = "import gpt2lab as g, pathlib; print((pathlib.Path(g.__file__).parent / 'serving/serve.html').read_text())"
     assert "<textarea" in run([str(installed / "python"), "-c", page], folder)
     after = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
     assert after == before

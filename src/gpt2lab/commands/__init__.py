@@ -1,1 +1,1 @@
-"""One module per command: the function that scripts/*.py call."""
+"""One module per command: the function that `gpt2lab VERB` calls."""

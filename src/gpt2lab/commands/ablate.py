@@ -26,19 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.commands.command_line import (
-    Actions,
-    argument,
-    names_of_flags,
-    option,
-    parse,
-    run_tyro,
-)
+from gpt2lab.commands.command_line import Actions, names_of_flags, parse
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
@@ -69,13 +62,13 @@ _SHARED = ("data_dir", "val_tokens")  # validation losses compare only if these 
 class Ablate:
     """Compare settings of the trainer; flags of the trainer are passed on to every run."""
 
-    out: Path = argument(
+    out: Path = required(
         "folder of the runs and the table; a run that is complete is not run again"
     )
-    settings: Positional[Path | None] = option(
-        None,
+    settings: Path | None = argument(
         "file of one `name: flags of the trainer` a line; the first is the baseline. Without it give a flag of the "
         "trainer several values",
+        default=None,
     )
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
@@ -110,7 +103,7 @@ def main(argv: list[str]) -> int:
     words, shared, grid = take_grid(argv)
     if shared and not words and not grid:
         raise ConfigError(_NOTHING)
-    flags = run_tyro(Ablate, words, passed_on=shared)
+    flags = parse_flags(Ablate, words, passed_on=shared)
     if not 0 < flags.smallest_difference < math.inf:
         raise ConfigError(
             f"--smallest_difference {flags.smallest_difference:g} must be a number above 0"
@@ -226,7 +219,7 @@ def _words_of(name: str) -> int | None:
     if name.startswith("no_") and name[3:] in LEAVES:
         return 0
     known = [*_OWN, *LEAVES, *Actions.__dataclass_fields__]
-    hint = fmt.did_you_mean(name, known, f"see {paths.command('ablate')} --help", flag="--")
+    hint = fmt.did_you_mean(name, known, "see gpt2lab ablate --help", flag="--")
     raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
 

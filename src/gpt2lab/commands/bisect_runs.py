@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.replay import open_run
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import GPT2LabError
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ class Bisect:
     Exit code 0 if the runs are equal in all that was compared, 1 if they differ. Nothing of the runs is written.
     """
 
-    a: Positional[str] = argument("name of a run in checkpoints/, or its folder")
-    b: Positional[str] = argument("the other")
+    a: str = argument("name of a run in checkpoints/, or its folder")
+    b: str = argument("the other")
     data_dir: tuple[str, ...] = option(
         (),
         "where the data are now that were moved; a run whose data are where they were keeps them",
@@ -43,7 +42,7 @@ class Bisect:
 
 def main(argv: list[str]) -> int:
     """Compare and print; return 1 if the runs differ."""
-    flags = run_tyro(Bisect, argv)
+    flags = parse_flags(Bisect, argv)
     from gpt2lab.runs import history
 
     folders = [

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional
-
-from gpt2lab import paths
-from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load, typed_lines
+from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
@@ -29,7 +27,7 @@ HELP = "/reset clears the conversation, /quit ends"
 class Talk:
     """Chat with a model that was fine-tuned with `gpt2lab finetune`: /reset clears the conversation, /quit ends."""
 
-    target: Positional[str] = argument(TARGET)
+    target: str = argument(TARGET)
     system: str = option("", "system message before the conversation, as training had it")
     style: SamplingParams = option(
         SamplingParams(max_new_tokens=200, temperature=0.7), "how an answer is drawn"
@@ -41,7 +39,7 @@ class Talk:
 
 def main(argv: list[str]) -> int:
     """Load the model and answer until the input ends."""
-    flags = run_tyro(Talk, argv)
+    flags = parse_flags(Talk, argv)
     completer = load(flags, flags.style)
     from gpt2lab.finetuning.chat import Chat  # torch
     from gpt2lab.runs.target import was_tuned
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> int:
         how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
         say(
             f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
-            f"mean little; see {paths.script('finetune')}",
+            f"mean little; see gpt2lab finetune",
         )
     say(HELP)
     _converse(Chat(completer, plain, flags.system.strip()))

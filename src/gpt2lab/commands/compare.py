@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab.over_seeds import SMALLEST
 
@@ -25,11 +24,11 @@ from gpt2lab.lab.over_seeds import SMALLEST
 class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
-    a: Positional[str] = argument(
+    a: str = argument(
         "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file; or several runs "
         "that differ in their seed alone: a pattern such as 'a_seed*', or names with commas between them"
     )
-    b: Positional[str] = argument("the other")
+    b: str = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
     explain: bool = option(
         False,
@@ -46,7 +45,7 @@ class Compare:
 
 def main(argv: list[str]) -> int:
     """Compare and print."""
-    flags = run_tyro(Compare, argv)
+    flags = parse_flags(Compare, argv)
     from gpt2lab.lab import run_groups
     from gpt2lab.lab.compare import as_json, compare, describe
 

@@ -5,16 +5,16 @@ gpt2lab data stats data/python_stdlib
 gpt2lab data show --run RUN --step 100 --text
 gpt2lab data import old_shards/
 gpt2lab data merge data/full data/part1 data/part2
+gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.opening import TOKENIZER
 
@@ -26,7 +26,7 @@ class Verify:
     Also measures how much of the validation split recurs in training.
     """
 
-    folder: Positional[Path] = argument("folder of shards")
+    folder: Path = argument("folder of shards")
 
     def execute(self) -> int:
         """Name the damaged files and return the exit code."""
@@ -50,7 +50,7 @@ class Verify:
 class Stats:
     """Count tokens, documents and bytes of text."""
 
-    folder: Positional[Path] = argument("folder of shards")
+    folder: Path = argument("folder of shards")
 
     def execute(self) -> int:
         """Print the counts."""
@@ -65,8 +65,8 @@ class Stats:
 class Show:
     """Print the exact tokens that an optimizer step trained on."""
 
-    run: str = argument("name of a run in checkpoints/, or its folder")
-    step: int = argument("number of the update, from 1")
+    run: str = required("name of a run in checkpoints/, or its folder")
+    step: int = required("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
 
@@ -88,7 +88,7 @@ class Import:
     Read are .npy, .bin of llm.c and modded-nanogpt, datatrove's .ds, Megatron's .bin and .idx, and nanoGPT's .bin.
     """
 
-    folder: Positional[Path] = argument("folder of token files")
+    folder: Path = argument("folder of token files")
     out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
     tokenizer: str | None = option(
         None,
@@ -140,27 +140,29 @@ class Import:
 class Merge:
     """Join the parts that `gpt2lab prepare --part i/n` wrote, in the order of their numbers."""
 
-    out: Positional[Path] = argument("folder to create")
-    parts: Positional[tuple[Path, ...]] = argument("all n parts, in any order")
+    out: Path = argument("folder to create")
+    parts: tuple[Path, ...] = argument("all n parts, in any order")
 
     def execute(self) -> int:
         """Join and print what came out."""
         from gpt2lab.data.prepare.assemble import merge
 
         if not self.parts:
-            raise ConfigError(f"no parts given: {paths.command('data')} merge OUT PART1 PART2 ...")
+            raise ConfigError("no parts given: gpt2lab data merge OUT PART1 PART2 ...")
         out = paths.from_working_directory(self.out)
         manifest = merge(out, [paths.from_working_directory(part) for part in self.parts])
         print(_size(out, manifest))
         return 0
 
 
-Command = Verify | Stats | Show | Import | Merge  # tyro's verbs are the names in lower case
+VERBS = {"verify": Verify, "stats": Stats, "show": Show, "import": Import, "merge": Merge}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about=__doc__)
+    from gpt2lab.commands.verbs import within
+
+    verb: Verify | Stats | Show | Import | Merge = parse_flags(VERBS, argv, others=within("data"))
     return verb.execute()
 
 

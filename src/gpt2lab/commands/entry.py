@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -108,8 +107,6 @@ def _reject(error: GPT2LabError) -> int:
         line = f"error: rank {rank}: {error}"
     if line is not None:
         print(line, file=sys.stderr)
-        if not is_lost_peer(error):
-            _repeat_after_launcher(line)
     _tell_launcher(error, report=str(error))
     _tell_script(error)
     return _leave(error.exit_code)
@@ -144,40 +141,6 @@ def _tell_launcher(error: Exception, report: str) -> None:
     # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
     with contextlib.suppress(OSError):
         replace_durably(Path(path), json.dumps({"message": message}))
-
-
-_AFTER = """
-import os, select, sys
-line = sys.stdin.read()
-try:
-    launcher = os.pidfd_open(int(sys.argv[1]))
-    select.select([launcher], [], [], 60)
-except OSError:
-    pass
-sys.stderr.write(line)
-"""
-
-
-def _repeat_after_launcher(line: str) -> None:
-    """Have a process that outlives torchrun print an error again: about 50 lines of torchrun's follow the first."""
-    restarts = [
-        os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    ]
-    if "TORCHELASTIC_RUN_ID" not in os.environ or restarts[0] != restarts[1]:
-        return
-    if not hasattr(os, "pidfd_open"):  # Linux
-        return
-    with contextlib.suppress(OSError):
-        after = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _AFTER, str(os.getppid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-        )
-        assert after.stdin is not None
-        after.stdin.write(f"\n{line}\n")
-        after.stdin.close()
 
 
 def _leave(code: int) -> int:

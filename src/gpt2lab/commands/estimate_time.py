@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.request import default_warmup
 from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
@@ -36,7 +36,7 @@ _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    return answer(run_tyro(EstimateRequest, argv, about=__doc__, common=_COMMON))
+    return answer(parse_flags(EstimateRequest, argv, about=__doc__, common=_COMMON))
 
 
 def answer(ask: EstimateRequest) -> int:

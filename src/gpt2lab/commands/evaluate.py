@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.evaluation.request import EvaluationRequest
@@ -38,7 +37,7 @@ _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own m
 class Evaluate:
     """Evaluate a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: Positional[str] = argument(TARGET)
+    target: str = argument(TARGET)
     hellaswag: bool = option(False, "score HellaSwag")
     val: Path | None = option(
         None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
@@ -97,7 +96,7 @@ _COMMON = (  # flags of the short help
 
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
-    flags = run_tyro(Evaluate, argv, common=_COMMON)
+    flags = parse_flags(Evaluate, argv, common=_COMMON)
     for name in ("limit", "num_fewshot", "tasks_path", "apply_chat_template"):
         if flags.tasks is None and getattr(flags, name) not in (None, False):
             raise ConfigError(f"--{name} is for --tasks; give its names too")
@@ -219,7 +218,7 @@ def _check(
         if conversations is None:
             raise ConfigError(
                 f"{request.target}: --eval_generate compares answers, and that needs a run of "
-                f"{paths.script('finetune')} and no --val"
+                f"gpt2lab finetune and no --val"
             )
         require_rouge()
     checkpoint = target.checkpoint

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import TARGET, argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 from gpt2lab.runs.target import Target, find_target
@@ -26,8 +25,8 @@ _DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16
 class Export:
     """Write a run's weights for transformers or llama.cpp, read back and compared before they appear."""
 
-    target: Positional[str] = argument(TARGET)
-    out: Path = argument("folder to write, or file.gguf; must not exist")
+    target: str = argument(TARGET)
+    out: Path = required("folder to write, or file.gguf; must not exist")
     format: Literal["transformers", "gguf"] = option(
         "transformers", "gguf: one file for llama.cpp (GPT-2's shape only)"
     )
@@ -46,7 +45,7 @@ class Export:
 
 def main(argv: list[str]) -> int:
     """Export, check and print."""
-    flags = run_tyro(Export, argv)
+    flags = parse_flags(Export, argv)
     _check(flags)
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
     found, warnings = _export(flags, target, paths.from_working_directory(flags.out))

@@ -1,221 +1,113 @@
-"""Help of a command, from the dataclass of its flags: a short page of the common ones, a long page of all. No torch."""
+"""Help of a command, from its flags: a short page of the common ones, a long page of all. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shutil
-import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-import tyro
+from gpt2lab.config.flags import Flag
 
-from gpt2lab import paths
-
-SHORT, LONG = {"-h", "--help"}, {"--help-all", "--help_all"}
 _COLUMN = 26  # where the help of a flag begins
 _CHOICES = 30  # characters of the choices that stand beside a flag; longer ones stand in its help
-_MANY_CHOICES = "NAME"
-_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", bool: ""}
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """One flag or argument, as help shows it."""
-
-    name: str
-    kind: str  # INT, a|b; empty for a switch
-    help: str
-    section: str
-    is_argument: bool
-    about: str  # the help without choices and default
-    choices: tuple[str, ...] = ()
-    is_required: bool = False
-    turns_off: bool = True  # a switch that --no_NAME turns off
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT", bool: ""}
+_EXAMPLE = ("gpt2lab ", "torchrun ", "printf ", "python ")
 
 
 def asked(argv: list[str]) -> Literal["short", "long"] | None:
     """Tell which help a command line asks for."""
-    return "long" if LONG & set(argv) else "short" if SHORT & set(argv) else None
+    if {"--help-all", "--help_all"} & set(argv):
+        return "long"
+    return "short" if {"-h", "--help"} & set(argv) else None
 
 
 def page(
-    target: Any,
-    argv: list[str],
+    name: str,
+    flags: Sequence[Flag],
     about: str,
     *,
     everything: bool,
     common: Collection[str] = (),
-    takes: str = "",
-    words: Mapping[str, str] | None = None,
-    defaults: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the help of the dataclass `target`, or of that one of a union which `argv` names.
+    """Return the help of a command that is called by `name`.
 
-    `about`: what the command does, and examples, whose first one shows how it is called. `common`: the flags of the
-    short page; empty: all. `takes`: what the verb takes before its flags, other than arguments of `target`. `words`:
-    the help of flags on the short page, where it is another than that of `target`. `defaults`: those that are
-    other than those of `target`.
+    `about`: what the command does, and examples. `common`: the flags of the short page; empty: all.
     """
-    name = f"gpt2lab {name_in(about) or ''}".rstrip()
-    members = members_of(target)
-    chosen = next((word for word in argv if word in members), None)
-    if len(members) > 1 and chosen is None:
-        rows = [_row(verb, _first_line(member.__doc__)) for verb, member in members.items()]
-        usage = f"usage: {name} VERB [flags]"
-        lines = [usage, "", *_about(about), "", *rows, "", f"{name} VERB --help: its flags"]
-        return _as_typed("\n".join(lines), name)
-    if chosen is not None:
-        target, name = members[chosen], f"{name} {chosen}"
-        examples = [line for line in about.splitlines() if line.startswith(name)]
-        about = "\n".join([_text(target.__doc__), "", *examples])
-    others = defaults or {}
-    flags = [
-        dataclasses.replace(
-            one, help=f"{one.about.partition('; default')[0]} (default {others[one.name]})"
-        )
-        if one.name in others
-        else one
-        for one in sorted(flags_of(target), key=lambda one: not one.is_argument)
-    ]
-    shown = flags
-    if common and not everything:
-        shown = [flag for name in common for flag in flags if flag.name == name]
-        helps = words or {}
-        shown = [dataclasses.replace(one, help=helps.get(one.name, one.help)) for one in shown]
-    arguments = [flag for flag in flags if flag.is_argument]
-    takes_words = [takes] if takes else []
-    named = [flag.name.upper() for flag in arguments]
-    usage = " ".join(["usage:", name, *takes_words, *named, "[flags]"])
+    shown = sorted(flags, key=lambda flag: not flag.is_argument)
+    usage = " ".join(["usage:", name, *_arguments(shown), "[flags]"])
     lines = [usage, "", *_about(about)]
-    sections = dict.fromkeys(flag.section for flag in shown) if everything else [""]
+    if common and not everything:
+        by_name = {flag.name: flag for flag in shown}
+        shown = [by_name[one] for one in common if one in by_name]
+    sections = dict.fromkeys(flag.section if everything else "" for flag in shown)
     for section in sections:
         lines += ["", section] if section else [""]
         for flag in shown:
             if not everything or flag.section == section:
-                lines += [_row(_written(flag), flag.help)]
+                lines.append(_row(_left(flag), _help(flag)))
     if len(shown) < len(flags):
         lines += ["", f"{name} --help-all: all {len(flags)} flags"]
-    elif any(not flag.kind for flag in shown):
+    elif any(flag.is_switch for flag in shown):
         lines += ["", "--no_NAME turns a switch off again."]
-    return _as_typed("\n".join(lines), name)
+    return "\n".join(lines)
 
 
-def _as_typed(text: str, name: str) -> str:
-    """Call a verb by its file, where that was typed."""
-    verb = f"{name} ".split(" ")[1]
-    file = paths.script(verb)
-    if Path(sys.argv[0]).name != Path(file).name:
-        return text
-    return text.replace(f"-m gpt2lab.{verb}", file).replace(f"gpt2lab {verb}", f"python {file}")
+def page_of_verbs(
+    name: str, verbs: Mapping[str, type[Any]], about: str, *, others: Mapping[str, str]
+) -> str:
+    """Return the help of a command that takes one of several verbs; `others`: what verbs elsewhere do."""
+    rows = {verb: _first_line(target.__doc__) for verb, target in verbs.items()} | dict(others)
+    lines = [f"usage: {name} VERB [flags]", "", *_about(about), ""]
+    lines += [_row(verb, text) for verb, text in rows.items()]
+    return "\n".join([*lines, "", f"{name} VERB --help: its flags"])
 
 
-def name_in(about: str) -> str | None:
-    """Return the verb that the examples of a description call; None if there are none."""
+def about_verb(target: type[Any], about: str, name: str) -> str:
+    """Return what stands at the top of a verb's help: its own docstring, and those of all examples that call it."""
+    examples = [line for line in about.splitlines() if line.startswith(name)]
+    return "\n".join([textwrap.dedent("    " + (target.__doc__ or "")).strip(), "", *examples])
+
+
+def name_in(about: str) -> str:
+    """Return the command that the examples of a description call."""
     called = re.search(r"^gpt2lab ([\w-]+)", about, flags=re.M)
-    return called[1] if called else None
+    return called[0] if called else "gpt2lab"
 
 
-def members_of(target: Any) -> dict[str, Any]:
-    """Return {verb: dataclass} of a union, or the one dataclass."""
-    members = get_args(target) if get_origin(target) in (Union, UnionType) else (target,)
-    return {_name_of(member): _plain(member)[0] for member in members}
+def _arguments(flags: Iterable[Flag]) -> list[str]:
+    return [
+        flag.shown if flag.is_required or flag.is_list else f"[{flag.shown}]"
+        for flag in flags
+        if flag.is_argument
+    ]
 
 
-def _plain(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a type and what stands beside it in Annotated."""
-    if get_origin(annotation) is Annotated:
-        kind, *marks = get_args(annotation)
-        return kind, tuple(marks)
-    return annotation, ()
+def _left(flag: Flag) -> str:
+    return flag.shown if flag.is_argument else f"{flag.shown} {_beside(flag)[0]}".rstrip()
 
 
-def _name_of(member: Any) -> str:
-    kind, marks = _plain(member)
-    named = [mark.name for mark in marks if getattr(mark, "name", None)]
-    return str(named[0]) if named else kind.__name__.lower()
+def _beside(flag: Flag) -> tuple[str, bool]:
+    """Return what stands beside a flag, and whether its choices are too long for that."""
+    choices = "|".join(flag.choices)
+    is_long = len(choices) > _CHOICES
+    kind = ("NAME" if is_long else choices) or _METAVARS[flag.type]
+    return f"{kind} ..." if flag.is_list else kind, is_long
 
 
-def flags_of(target: Any, section: str = "", *, turn_off: bool = True) -> Iterator[Flag]:
-    """Yield the flags of a dataclass and of those within it, in their order."""
-    hints = get_type_hints(target, include_extras=True)
-    for leaf in dataclasses.fields(target):
-        kind, marks = _plain(hints[leaf.name])
-        if tyro.conf.Suppress in marks and not dataclasses.is_dataclass(kind):
-            continue
-        if dataclasses.is_dataclass(kind):
-            if tyro.conf.Suppress not in marks:
-                own = leaf.metadata.get("help") or _first_line(kind.__doc__)
-                yield from flags_of(
-                    kind,
-                    own if not _holds_sections(kind) else "",
-                    turn_off=turn_off and tyro.conf.FlagCreatePairsOff not in marks,
-                )
-            continue
-        shown, choices = _kind(kind), _choices(kind)
-        about = help = leaf.metadata.get("help", "")
-        if shown == _MANY_CHOICES:
-            help = f"{help}: {', '.join(choices)}"
-        default = leaf.default
-        is_plain = default is not dataclasses.MISSING and default not in (None, False, (), "")
-        if is_plain and "default" not in help:
-            words = default if isinstance(default, tuple) else (default,)
-            help += f" (default {' '.join(map(str, words))})"
-        yield Flag(
-            leaf.name,
-            shown,
-            help,
-            section,
-            tyro.conf.Positional in marks,
-            about,
-            choices,
-            # Several words may be none.
-            is_required=default is leaf.default_factory is dataclasses.MISSING
-            and not shown.endswith("..."),
-            turns_off=turn_off,
-        )
-
-
-def _holds_sections(kind: Any) -> bool:
-    hints = get_type_hints(kind)
-    return all(dataclasses.is_dataclass(hints[leaf.name]) for leaf in dataclasses.fields(kind))
-
-
-def _bare(annotation: Any) -> Any:
-    """Return a type without what stands beside it, and without None."""
-    annotation, _ = _plain(annotation)
-    if get_origin(annotation) in (Union, UnionType):
-        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
-    return annotation
-
-
-def _kind(annotation: Any) -> str:
-    """Return what stands beside a flag."""
-    annotation = _bare(annotation)
-    if get_origin(annotation) is tuple:
-        return f"{_kind(get_args(annotation)[0])} ..."
-    if get_origin(annotation) is Literal:
-        beside = "|".join(_choices(annotation))
-        return beside if len(beside) <= _CHOICES else _MANY_CHOICES
-    return _METAVARS.get(annotation, "TEXT")
-
-
-def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the words of which a flag takes one."""
-    annotation = _bare(annotation)
-    if get_origin(annotation) is tuple:
-        return _choices(get_args(annotation)[0])
-    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
-
-
-def _written(flag: Flag) -> str:
-    if flag.is_argument:
-        return flag.name.upper()
-    return f"--{flag.name} {flag.kind}".rstrip()
+def _help(flag: Flag) -> str:
+    text = flag.about
+    if _beside(flag)[1]:
+        text += f": {', '.join(flag.choices)}"
+    given = flag.default if isinstance(flag.default, tuple) else (flag.default,)
+    is_plain = flag.default not in (dataclasses.MISSING, None, False, (), "")
+    return (
+        f"{text} (default {' '.join(map(str, given))})" * (is_plain and "default" not in text)
+        or text
+    )
 
 
 def _width() -> int:
@@ -232,20 +124,13 @@ def _row(name: str, help: str) -> str:
     return left.ljust(_COLUMN) + text[_COLUMN:] if len(left) < _COLUMN - 1 else f"{left}\n{text}"
 
 
-def _text(docstring: str | None) -> str:
-    return textwrap.dedent("    " + (docstring or "")).strip()
-
-
 def _first_line(docstring: str | None) -> str:
-    return _text(docstring).split("\n\n")[0].replace("\n", " ")
-
-
-_EXAMPLE = ("gpt2lab ", "torchrun ", "printf ", "python ")
+    return (docstring or "").strip().partition("\n\n")[0].replace("\n", " ")
 
 
 def _about(about: str) -> Iterator[str]:
     """Yield the lines of a description: paragraphs filled, examples as they are."""
-    for number, paragraph in enumerate(_text(about).split("\n\n")):
+    for number, paragraph in enumerate(about.strip().split("\n\n")):
         yield from [""] if number else []
         lines = paragraph.splitlines()
         if lines and lines[0].startswith(_EXAMPLE):

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablation_table
 from gpt2lab.commands.ablate import check_runs, naming, require_own_settings, run_all
-from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import (
     CheckError,
     ConfigError,
@@ -56,7 +55,7 @@ _TOP_FLOPS = 4.0  # times the most expensive rung: a top rung nearer than that t
 class Plan:
     """Show the rungs, their tokens, FLOPs and predicted time; start nothing."""
 
-    file: Positional[str] = argument(_FILE)
+    file: str = argument(_FILE)
     out: Path | None = option(None, _OUT)
     json: bool = option(False, "print one JSON object")
 
@@ -71,7 +70,7 @@ class Plan:
 class Run:
     """Train every rung that is not complete, then fit; with --top, predict the top rung first and train it, too."""
 
-    file: Positional[str] = argument(_FILE)
+    file: str = argument(_FILE)
     out: Path | None = option(None, _OUT)
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
@@ -97,7 +96,7 @@ class Run:
 class Fit:
     """Fit the law to the rungs that were run, score the top rung's prediction, and write ladder.json."""
 
-    file: Positional[str] = argument(_FILE)
+    file: str = argument(_FILE)
     out: Path | None = option(None, _OUT)
     json: bool = option(False, "print one JSON object")
 
@@ -112,7 +111,7 @@ class Fit:
 class Predict:
     """Predict the top rung and write that to prediction.json, once; or print the loss of other runs."""
 
-    file: Positional[str] = argument(_FILE)
+    file: str = argument(_FILE)
     out: Path | None = option(None, _OUT)
     parameters: str | None = option(None, "of another run than the top rung, e.g. 3M")
     tokens: str | None = option(None, "that it trains on, e.g. 60M")
@@ -132,12 +131,12 @@ class Predict:
         return 0
 
 
-Command = Plan | Run | Fit | Predict  # tyro's verbs are the names in lower case
+VERBS = {"plan": Plan, "run": Run, "fit": Fit, "predict": Predict}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about=__doc__)
+    verb: Plan | Run | Fit | Predict = parse_flags(VERBS, argv)
     return verb.execute()
 
 
@@ -151,8 +150,8 @@ def _open(file: str, out: Path | None) -> tuple[Family, Path]:
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
         raise DataError(
-            f"{paths.display_path(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
-            f"python-stdlib --vocab_size 512 --out tok512 && {paths.command('prepare')} python-stdlib "
+            f"{paths.display_path(data)}: no such data folder; make it with: gpt2lab data tokenizer train "
+            f"python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare python-stdlib "
             f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
         )
     default = paths.runs_folder(None) / family.name
@@ -318,11 +317,7 @@ def _losses(
         if curve is None or curve.tokens[-1] != tokens:
             holder = holder_of(out / run.name)
             again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
-            fix = (
-                f"{holder} trains it; wait for it"
-                if holder
-                else f"{paths.command('ladder')} {again}"
-            )
+            fix = f"{holder} trains it; wait for it" if holder else f"gpt2lab ladder {again}"
             raise CheckError(f"{run.name} is not complete: {fix}")
         trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
         if trained_on != data:

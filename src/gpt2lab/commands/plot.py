@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 
 # Flags that draw something else than runs, and those that count beside them and --out.
@@ -24,7 +23,7 @@ _INSTEAD = {"ablation": ("x", "log"), "ladder": (), "compare": (), "speeds": ()}
 class Plot:
     """Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG."""
 
-    runs: Positional[tuple[str, ...]] = argument("names in checkpoints/, or folders")
+    runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
     out: Path | None = option(
         None,
         "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder",
@@ -59,7 +58,7 @@ class Plot:
 
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
-    flags = run_tyro(Plot, argv)
+    flags = parse_flags(Plot, argv)
     _check(flags)
     from gpt2lab.report import plots
 
@@ -108,9 +107,7 @@ def _draw_runs(flags: Plot, out: Path | None) -> Path:
     from gpt2lab.runs import history
 
     if not flags.runs:
-        raise ConfigError(
-            f"which run? {paths.command('plot')} RUN [RUN ...]; {paths.script('status')} lists them"
-        )
+        raise ConfigError("which run? gpt2lab plot RUN [RUN ...]; gpt2lab status lists them")
     folders = [history.find_run(name, checkpoint_dir=flags.checkpoint_dir) for name in flags.runs]
     if len(folders) > 1 and out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")

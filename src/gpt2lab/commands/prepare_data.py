@@ -11,10 +11,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import argument, check_least, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, check_least, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
@@ -27,7 +26,7 @@ class PrepareData:
     After an interruption the same command line resumes where it stopped.
     """
 
-    source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
+    source: str = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
     out: Path | None = option(None, "folder to create; default data/NAME")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> int:
     """Prepare one source and print what was written; SIGTERM, by which a scheduler ends a job, acts as Ctrl+C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        prepare(run_tyro(PrepareData, argv, common=_COMMON))
+        prepare(parse_flags(PrepareData, argv, common=_COMMON))
         return 0
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -119,7 +118,7 @@ def prepare(flags: PrepareData) -> Path:
         tokens = sum(file["tokens"] for file in manifest["files"])
         print(f"train with: {_command_to_train(folder, tokens)}")
     else:
-        print(f"join all {part[1]} parts with: {paths.command('data')} merge OUT PART1 PART2 ...")
+        print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder
 
 

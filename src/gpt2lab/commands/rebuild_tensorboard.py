@@ -1,29 +1,28 @@
 """Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard.
 
-gpt2lab rebuild-tensorboard gpt2-124m
-gpt2lab rebuild-tensorboard checkpoints/gpt2-124m
+gpt2lab runs rebuild-tensorboard gpt2-124m
+gpt2lab runs rebuild-tensorboard checkpoints/gpt2-124m
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 
 
 @dataclass(frozen=True)
 class Rebuild:
     """Make a run's TensorBoard files from its metrics.jsonl."""
 
-    run: Positional[str] = argument("name in checkpoints/, or folder")
+    run: str = argument("name in checkpoints/, or folder")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Rebuild and say where."""
-    flags = run_tyro(Rebuild, argv)
+    flags = parse_flags(Rebuild, argv, name="gpt2lab runs rebuild-tensorboard")
     from gpt2lab.runs import history
 
     found = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)

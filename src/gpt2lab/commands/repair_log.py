@@ -1,7 +1,7 @@
 """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it.
 
-gpt2lab repair-log gpt2-124m
-gpt2lab repair-log checkpoints/gpt2-124m
+gpt2lab runs repair-log gpt2-124m
+gpt2lab runs repair-log checkpoints/gpt2-124m
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.files import staged_file, sync_folder
 
@@ -26,13 +25,13 @@ _SHOWN = 20  # damaged lines
 class Repair:
     """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it."""
 
-    run: Positional[str] = argument("name in checkpoints/, or folder")
+    run: str = argument("name in checkpoints/, or folder")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Repair the log, and say what was removed."""
-    flags = run_tyro(Repair, argv)
+    flags = parse_flags(Repair, argv, name="gpt2lab runs repair-log")
     from gpt2lab.runs import history
     from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder

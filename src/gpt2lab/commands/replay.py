@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 class ReplayRun:
     """Replay steps of a run and compare them with its log; nothing is written into the run."""
 
-    run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
-    steps: str = argument("first and last step, such as 480:500, or one step")
+    run: str = argument("name of a run in checkpoints/, or its folder")
+    steps: str = required("first and last step, such as 480:500, or one step")
     without_sample: tuple[int, ...] = option((), "leave these samples out of the loss")
     without_document: tuple[int, ...] = option((), "leave these documents out of the loss")
     max_lr: float | None = option(None, "replay with this peak learning rate")
@@ -42,7 +41,7 @@ class ReplayRun:
 
 def main(argv: list[str]) -> int:
     """Replay and print; return 1 if an unchanged step is not as it was logged."""
-    flags = run_tyro(ReplayRun, argv)
+    flags = parse_flags(ReplayRun, argv)
     from gpt2lab.runs import history
 
     steps = read_steps(flags.steps)

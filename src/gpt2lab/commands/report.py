@@ -8,10 +8,9 @@ gpt2lab report gpt2-124m gpt2-mini --out compare.html
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 
 
@@ -19,7 +18,7 @@ from gpt2lab.errors import ConfigError
 class Report:
     """Write a report: one HTML page with everything about a run, or about several with their curves together."""
 
-    runs: Positional[tuple[str, ...]] = argument("names in checkpoints/, or folders")
+    runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
     out: Path | None = option(
         None, "page to write; default, of a single run, report.html in its folder"
     )
@@ -28,14 +27,12 @@ class Report:
 
 def main(argv: list[str]) -> int:
     """Write the page and say where."""
-    flags = run_tyro(Report, argv)
+    flags = parse_flags(Report, argv)
     from gpt2lab.report import page as report
     from gpt2lab.runs import history
 
     if not flags.runs:
-        raise ConfigError(
-            f"which run? {paths.command('report')} RUN [RUN ...]; {paths.script('status')} lists them"
-        )
+        raise ConfigError("which run? gpt2lab report RUN [RUN ...]; gpt2lab status lists them")
     folders = [history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in flags.runs]
     if len(folders) > 1 and flags.out is None:
         raise ConfigError("several runs: say where to write with --out FILE.html")

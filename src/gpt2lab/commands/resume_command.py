@@ -1,27 +1,20 @@
 """Print the command that continues a run or a checkpoint, after checking that it will.
 
-gpt2lab resume-command my_run
-gpt2lab resume-command my_run --output slurm --nodes 2 --gpus 8
-gpt2lab resume-command my_run --max_lr 3e-4 --allow_change max_lr
+gpt2lab runs resume-command my_run
+gpt2lab runs resume-command my_run --output slurm --nodes 2 --gpus 8
+gpt2lab runs resume-command my_run --max_lr 3e-4 --allow_change max_lr
+
+Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and examples/skypilot.yaml are files to fill in.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional
-
-from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
-from gpt2lab.commands.job_files import (
-    Job,
-    Output,
-    write_command,
-    write_k8s,
-    write_script,
-    write_sky,
-    write_slurm,
-)
+from gpt2lab import fmt, paths
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs.console import say
@@ -29,7 +22,26 @@ from gpt2lab.runs.console import say
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
+NAME = "gpt2lab runs resume-command"
+Output = Literal["command", "script", "slurm"]
 _CPUS_OF_A_GPU = 4  # cores for each process that trains on a GPU
+_PORT = 29400  # of torchrun's rendezvous
+# Before its end Slurm asks the job to stop; torchrun kills what takes longer than ten seconds less.
+_STOP_SECONDS = 120
+_SHUTDOWN = f"--shutdown-timeout={_STOP_SECONDS - 10}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The trainer's command line, and what it runs on."""
+
+    name: str
+    words: tuple[str, ...]  # the program and its flags
+    folder: Path  # where what was typed means what it means here
+    nodes: int = 1
+    processes: int = 1  # on each node
+    on_gpu: bool = False  # one for each process
+    cpus: int = 1  # for each node
 
 
 @dataclass(frozen=True)
@@ -45,33 +57,22 @@ class Continuation:
 class ResumeCommand:
     """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
 
-    target: Positional[str] = argument("run, or folder of a checkpoint")
+    target: str = argument("run, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before", least=1)
-    nodes: int = option(
-        1, "with --output slurm, k8s or sky: machines that share the world size", least=1
-    )
+    nodes: int = option(1, "with --output slurm: machines that share the world size", least=1)
     gpus: int | None = option(
         None,
         "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes",
         least=0,
     )
-    output: Output = option(
-        "command",
-        "what to print; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer; sky: a managed job of SkyPilot",
-    )
-    image: str | None = option(
-        None, "with --output k8s: built from the Dockerfile; default gpt2lab"
-    )
-    accelerator: str | None = option(
-        None, "with --output sky: SkyPilot's name of the GPU; default H100"
-    )
+    output: Output = option("command", "what to print; slurm: a batch script")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
-    flags = run_tyro(ResumeCommand, argv, passed_on=trainer_flags)
+    flags = parse_flags(ResumeCommand, argv, name=NAME, passed_on=trainer_flags)
     _check(flags)
     found = plan_continuation(
         flags.target,
@@ -86,18 +87,15 @@ def main(argv: list[str]) -> int:
     if found.start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
         say(f"note: all {found.start.plan.max_steps} steps are done; {hint}")
-    print(write(found, output=flags.output, image=flags.image, accelerator=flags.accelerator))
+    print(write(found, output=flags.output))
     return 0
 
 
 def _check(flags: ResumeCommand) -> None:
     if flags.num_gpus is not None and flags.gpus is not None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
-    if flags.nodes > 1 and flags.output in ("command", "script"):
-        raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm, k8s or sky")
-    for name, output in (("image", "k8s"), ("accelerator", "sky")):
-        if getattr(flags, name) is not None and flags.output != output:
-            raise ConfigError(f"--{name} goes with --output {output}")
+    if flags.nodes > 1 and flags.output != "slurm":
+        raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
 
 
 def plan_continuation(
@@ -118,7 +116,6 @@ def plan_continuation(
     from gpt2lab.checkpoint import catalog
     from gpt2lab.commands.command_line import parse
     from gpt2lab.commands.train import recipe_named
-    from gpt2lab.config.mixture import normal_words, read_sources
     from gpt2lab.runs import history
     from gpt2lab.runs.summary import program_of
     from gpt2lab.training.resolve import resolve
@@ -148,12 +145,6 @@ def plan_continuation(
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
-    places: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
-    shared, files = [run_dir.parent.absolute()], files_of(start)
-    if name != "finetune":
-        words = start.config.data.data_dir
-        places["data_dir"] = normal_words("data_dir", words, lambda path: path.absolute())
-        shared += [one.absolute() for one in read_sources(start.config.data).folders]
     job = Job(
         name=run_dir.name,
         words=(*paths.trainer(program), *flags, *argv),
@@ -162,48 +153,79 @@ def plan_continuation(
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
-        shared=(*shared, *files.values()),
-        places=places | {name: (str(file),) for name, file in files.items()},
     )
     return Continuation(start, job, request.resume or "latest")
 
 
-def files_of(start: "Start") -> dict[str, Path]:
-    """Return the files that a run reads besides its data, by the flag that names them."""
-    files, source = {}, start.config.tuning.instructions
-    if start.hellaswag == "on" and start.config.eval.hellaswag_path is not None:
-        files["hellaswag_path"] = start.config.eval.hellaswag_path.absolute()
-    if source is not None and source != "demo" and not source.startswith("hf:"):
-        files["instructions"] = Path(source).absolute()
-    return files
+def write(continuation: Continuation, *, output: Output) -> str:
+    """Write it as a command line, a shell script, or a job of Slurm.
 
-
-def write(
-    continuation: Continuation,
-    *,
-    output: Output,
-    image: str | None = None,
-    accelerator: str | None = None,
-) -> str:
-    """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot.
-
-    Raises: ConfigError for what such a job cannot do, or cannot name.
+    Raises: ConfigError for a job that would resume the same step each time that it is started again.
     """
-    is_job, resume = output in ("slurm", "k8s", "sky"), continuation.resume
-    if is_job and resume not in ("latest", "auto"):
+    job, resume = continuation.job, continuation.resume
+    if output == "slurm" and resume not in ("latest", "auto"):
         raise ConfigError(
-            f"--output {output}: the job would go back to checkpoint {resume} each time that it is started again; "
-            f"resume it once with --output command, then write the job of {continuation.job.name}"
+            f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
+            f"resume it once with --output command, then write the job of {job.name}"
         )
-    job = continuation.job
-    match output:
-        case "command":
-            return write_command(job)
-        case "script":
-            return write_script(job)
-        case "slurm":
-            return write_slurm(job)
-        case "k8s":
-            return write_k8s(job, image=image or "gpt2lab")
-        case "sky":
-            return write_sky(job, accelerator=accelerator or "H100")
+    return {"command": write_command, "script": write_script, "slurm": write_slurm}[output](job)
+
+
+def launcher(job: Job) -> tuple[str, ...]:
+    """Return the words before the program, on one node."""
+    if job.processes == 1:
+        return (paths.program("python"),)
+    return (paths.program("torchrun"), "--standalone", f"--nproc_per_node={job.processes}")
+
+
+def write_command(job: Job) -> str:
+    """Write the command line."""
+    return fmt.command_line((*launcher(job), *job.words))
+
+
+def write_script(job: Job) -> str:
+    """Write a script that runs the command where it was made."""
+    return (
+        "#!/usr/bin/env bash\nset -euo pipefail\n"
+        f"cd {fmt.word_of_bash(str(job.folder))}\nexec {write_command(job)}"
+    )
+
+
+def write_slurm(job: Job) -> str:
+    """Write a batch script that saves before the time limit and queues itself again."""
+    options = [
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', job.name)}",  # Slurm reads no quotes
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={job.cpus}",
+        *([f"--gpus-per-node={job.processes}"] if job.on_gpu else []),
+        "--time=12:00:00",
+        f"--signal=B:USR1@{_STOP_SECONDS}",
+        "--requeue",
+        "--open-mode=append",
+    ]
+    head, start = "", write_command(job)
+    if job.nodes > 1:
+        head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        program = fmt.word_of_bash(paths.program("torchrun"))
+        start = (
+            f"{program} --nnodes={job.nodes} --nproc_per_node={job.processes} {_SHUTDOWN} \\\n"
+            f'    --rdzv_backend=c10d --rdzv_endpoint="$head:{_PORT}" --rdzv_id="$SLURM_JOB_ID" \\\n'
+            f"    {fmt.command_line(job.words)}"
+        )
+    elif job.processes > 1:
+        first, *rest = launcher(job)
+        start = fmt.command_line((first, *rest, _SHUTDOWN, *job.words))
+    lines = "".join(f"#SBATCH {option}\n" for option in options)
+    return (
+        f"#!/usr/bin/env bash\n{lines}"
+        f"# Slurm sends USR1 {_STOP_SECONDS} s before the end: the trainer saves, and the job queues itself again.\n"
+        f"set -uo pipefail\ncd {fmt.word_of_bash(str(job.folder))} || exit\n{head}"
+        f"srun --cpus-per-task={job.cpus} --kill-on-bad-exit=1 {start} &\n"
+        'child=$! again=""\n'
+        # Signalled itself, srun would kill its tasks half a minute later.
+        "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1\n"
+        'while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done\n'
+        '[[ -z $again ]] || scontrol requeue "$SLURM_JOB_ID"\n'
+        'exit "$code"'
+    )

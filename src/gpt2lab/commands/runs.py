@@ -1,5 +1,7 @@
-"""Delete or archive runs that are not being trained, or single checkpoints; send runs to a tracker.
+"""List, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
+gpt2lab runs list
+gpt2lab runs list my_run --verify
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
@@ -19,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
@@ -32,15 +33,43 @@ from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import LOCK, holder_of, lock
 
-_NO_RUN = f"no run named; {paths.script('status')} lists them"
+_NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
+
+
+@dataclass(frozen=True)
+class List:
+    """List the checkpoints of all runs, or of one; reads manifests only."""
+
+    run: str | None = argument("run (name or folder); default all", default=None)
+    verify: bool = option(
+        False, "read every byte and compare its hash; exit code 1 if one is damaged"
+    )
+    json: bool = option(False, "print one JSON object")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Print the list and return the exit code."""
+        from gpt2lab.commands.train import list_checkpoints
+
+        folder = paths.runs_folder(self.checkpoint_dir)
+        return list_checkpoints(self.run, folder, as_json=self.json, verify=self.verify)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a checkpoint of another program the first one of a run; flags of the trainer are passed on."""
+
+    file: str = argument("the .pt file")
+    run_name: str | None = option(None, "folder of the run; default MODEL_YYYYmmdd-HHMMSS")
+    trust: bool = option(False, "read a file whose settings are pickled objects")
 
 
 @dataclass(frozen=True)
 class Rm:
     """Delete runs, or single checkpoints given as RUN/step_00000250, with their labels."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders), or checkpoints of them")
+    names: tuple[str, ...] = argument("runs (names or folders), or checkpoints of them")
     yes: bool = option(False, "do not ask")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
@@ -56,7 +85,7 @@ class Rm:
 class Archive:
     """Move runs into a folder where no list shows them; moved back they are runs again."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
+    names: tuple[str, ...] = argument("runs (names or folders)")
     to: Path | None = option(None, "folder to move them to; default archive/ beside the runs")
     yes: bool = option(False, "do not ask")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -82,8 +111,8 @@ class Archive:
 class Sync:
     """Send the metrics that a tracker lacks of runs, also while a run trains."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
-    to: Literal["wandb", "trackio", "mlflow"] = argument("tracker")
+    names: tuple[str, ...] = argument("runs (names or folders)")
+    to: Literal["wandb", "trackio", "mlflow"] = required("tracker")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
@@ -104,13 +133,32 @@ class Sync:
         return 0
 
 
-Command = Rm | Archive | Sync  # tyro's verbs are the names in lower case
+_IMPORT = """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
+
+gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab runs import old/model.pt --trust --run_name old
+
+Flags of the trainer are passed on."""
+VERBS = {"list": List, "rm": Rm, "archive": Archive, "sync": Sync}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about=__doc__)
+    from gpt2lab.commands.verbs import within
+
+    verb: List | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
     return verb.execute()
+
+
+def import_checkpoint(argv: list[str]) -> int:
+    """Import the checkpoint of another program."""
+    from gpt2lab.commands.train import main as train
+
+    more: list[str] = []
+    name = "gpt2lab runs import"
+    flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
+    named = [] if flags.run_name is None else ["--run_name", flags.run_name]
+    return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
 
 
 def delete(folder: Path) -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams, check_sampling
 from gpt2lab.runs.console import say
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class Sample:
     """Continue prompts with a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: Positional[str] = argument(TARGET)
+    target: str = argument(TARGET)
     prompt: str | None = option(None, "text to continue; '' = begin with nothing")
     interactive: bool = option(
         False,
@@ -50,7 +49,7 @@ _COMMON = (  # flags of the short help
 
 def main(argv: list[str]) -> int:
     """Load the model and continue the prompts."""
-    flags = run_tyro(Sample, argv, common=_COMMON)
+    flags = parse_flags(Sample, argv, common=_COMMON)
     if not any(_ways(flags)) and sys.stdin.isatty():
         flags = replace(flags, interactive=True)
     _check(flags)

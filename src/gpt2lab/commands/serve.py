@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
-from gpt2lab import paths
-from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load
+from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams
 
@@ -32,7 +30,7 @@ _LAST_SECONDS = 5  # for the token that is being computed at the end
 class Serve:
     """Serve a model on this machine: OpenAI's completion API, and a page to try it in the browser."""
 
-    target: Positional[str] = argument(TARGET)
+    target: str = argument(TARGET)
     host: str = option("127.0.0.1", "address; another than this machine's needs GPT2LAB_API_KEY")
     port: int = option(8000, "http://HOST:PORT/; 0 = any free port")
     max_waiting: int = option(
@@ -45,7 +43,7 @@ class Serve:
 
 def main(argv: list[str]) -> int:
     """Load the model and answer until Ctrl+C."""
-    flags = run_tyro(Serve, argv)
+    flags = parse_flags(Serve, argv)
     token = os.environ.get(_TOKEN)
     _check(flags, token)
     with _listen(flags.host, flags.port) as listener:
@@ -126,5 +124,5 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(
             f"port {port} of {host} cannot be used ({reason}); choose another with --port N: "
-            f"{paths.command('serve')} RUN --port {port + 1 if port < 65535 else 8000}"
+            f"gpt2lab serve RUN --port {port + 1 if port < 65535 else 8000}"
         ) from error

@@ -1,7 +1,7 @@
 """Start TensorBoard in the background for this machine only, or stop the one that was started.
 
-gpt2lab tensorboard --port 6006
-gpt2lab tensorboard --stop
+gpt2lab runs tensorboard --port 6006
+gpt2lab runs tensorboard --stop
 """
 
 # The server holds a lock on its pid file as long as it lives, so a file that a dead server left behind never ends
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.commands.command_line import option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, system_errors_as
 
 _HOST = "localhost"
@@ -38,7 +39,7 @@ class ShowTensorBoard:
 
 def main(argv: list[str]) -> int:
     """Start or stop the server and print where it is."""
-    flags = run_tyro(ShowTensorBoard, argv)
+    flags = parse_flags(ShowTensorBoard, argv, name="gpt2lab runs tensorboard")
     folder = paths.runs_folder(flags.checkpoint_dir)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")

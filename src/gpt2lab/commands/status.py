@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.commands.command_line import option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError
 
 _DAY = 86_400.0  # seconds
@@ -32,7 +33,7 @@ class Status:
 def main(argv: list[str]) -> int:
     """Print the table once, or again and again; of one run if the first word names it."""
     name, words = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    flags = run_tyro(Status, words)
+    flags = parse_flags(Status, words)
     from gpt2lab.runs import history, overview
 
     if flags.watch is not None and (flags.json or not 0 < flags.watch <= _DAY):

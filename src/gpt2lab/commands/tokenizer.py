@@ -1,7 +1,7 @@
 """Train a tokenizer on text, and compare tokenizers on a text.
 
-gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
-gpt2lab tokenizer show data/std_4k gpt2 --source python-stdlib
+gpt2lab data tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
+gpt2lab data tokenizer show data/std_4k gpt2 --source python-stdlib
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -26,8 +25,8 @@ _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
 class Train:
     """Learn a byte-level BPE, or the characters of a text."""
 
-    source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
-    out: Path = argument("folder to create, or a .json file for tokenizer.json alone")
+    source: str = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
+    out: Path = required("folder to create, or a .json file for tokenizer.json alone")
     vocab_size: int | None = option(
         None, "ids in all, <|endoftext|> and the 256 bytes among them; default 32768"
     )
@@ -101,7 +100,7 @@ class Train:
 class Show:
     """Print size, end of text and hash of tokenizers, and the bytes of a text that a token holds."""
 
-    tokenizers: Positional[tuple[str, ...]] = argument(TOKENIZER)
+    tokenizers: tuple[str, ...] = argument(TOKENIZER)
     source: str | None = option(
         None, "text to count on, as `gpt2lab prepare` takes it; up to 10 MB"
     )
@@ -143,12 +142,12 @@ class Show:
         )
 
 
-Command = Train | Show  # tyro's verbs are the names in lower case
+VERBS = {"train": Train, "show": Show}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about=__doc__)
+    verb: Train | Show = parse_flags(VERBS, argv, name="gpt2lab data tokenizer")
     return verb.execute()
 
 

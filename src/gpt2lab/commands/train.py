@@ -12,7 +12,7 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gpt2lab.commands.command_line import Actions, Page
+    from gpt2lab.commands.command_line import Actions
     from gpt2lab.config.request import RunRequest
     from gpt2lab.planner.extension import TrainingPlanner
     from gpt2lab.training.extension import Extension
@@ -23,27 +23,16 @@ if TYPE_CHECKING:
 _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_dir"})
 
 
-def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | None = None) -> int:
-    """Do what the command line says and return the exit code; `page`: whose help is shown."""
+def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
+    """Do what the command line says and return the exit code."""
     from gpt2lab.commands.command_line import parse
 
-    arguments = parse(argv, recipe_name, page=page)
+    arguments = parse(argv, recipe_name)
     actions, request = arguments.actions, arguments.request
     if actions.list_checkpoints:
-        from gpt2lab.runs.summary import print_checkpoints
-
-        checkpoint = request.config.checkpoint
-        folder, run_name = checkpoint.checkpoint_dir, checkpoint.run_name
-        if run_name is not None:
-            from gpt2lab.runs.history import find_run
-
-            run_dir = find_run(run_name, checkpoint_dir=folder)
-            folder, run_name = run_dir.parent, run_dir.name
-        return print_checkpoints(
-            folder,
-            run_name=run_name,
-            as_json=actions.json,
-            verify_bytes=actions.verify,
+        place = request.config.checkpoint
+        return list_checkpoints(
+            place.run_name, place.checkpoint_dir, as_json=actions.json, verify=actions.verify
         )
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
@@ -60,9 +49,9 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     # From here on torch is imported: seconds that the actions above do not owe.
     if actions.preflight:
-        from gpt2lab.commands.preflight import preflight as check
+        from gpt2lab.commands.preflight import preflight
 
-        return check(request, recipe=recipe, as_json=actions.json)
+        return preflight(request, recipe=recipe, as_json=actions.json)
     if imported is not None:
         from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
@@ -129,30 +118,15 @@ def finetune(argv: list[str]) -> int:
     return main(argv, "finetune")
 
 
-def list_checkpoints(argv: list[str]) -> int:
-    """List the checkpoints, of one run if the first word names it."""
-    if argv and not argv[0].startswith("-"):
-        argv = ["--run_name", *argv]
-    return main(["--list_checkpoints", *argv], page="list")
+def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: bool) -> int:
+    """List the checkpoints of all runs in a folder, or of one; return 1 if `verify` found a damaged one."""
+    from gpt2lab.runs.history import find_run
+    from gpt2lab.runs.summary import print_checkpoints
 
-
-def preflight(argv: list[str]) -> int:
-    """Check what a run will need."""
-    return main(["--preflight", *argv], page="preflight")
-
-
-def import_checkpoint(argv: list[str]) -> int:
-    """Import the checkpoint of another program: FILE is the first word.
-
-    Raises: ConfigError if it is missing.
-    """
-    from gpt2lab.commands import help_page
-
-    if not help_page.asked(argv) and (not argv or argv[0].startswith("-")):
-        raise ConfigError(
-            f"give the file: {paths.command('import')} ckpt.pt --run_name NAME --data_dir DATA"
-        )
-    return main(["--import_checkpoint", *argv], page="import")
+    if name is not None:
+        run_dir = find_run(name, checkpoint_dir=folder)
+        folder, name = run_dir.parent, run_dir.name
+    return print_checkpoints(folder, run_name=name, as_json=as_json, verify_bytes=verify)
 
 
 def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:

@@ -28,41 +28,71 @@ class Verb:
 
 
 _HERE = "gpt2lab.commands"
-VERBS = {
-    "prepare": Verb("tokenize text into the shards that training reads", f"{_HERE}.prepare_data"),
-    "train": Verb("train a model, or continue a run", f"{_HERE}.train"),
-    "finetune": Verb("fine-tune a model on conversations", f"{_HERE}.train", "finetune"),
-    "sample": Verb("continue prompts with a model", f"{_HERE}.sample"),
-    "chat": Verb("chat with a fine-tuned model", f"{_HERE}.chat"),
-    "serve": Verb("try a model in the browser, or by OpenAI's API", f"{_HERE}.serve"),
-    "evaluate": Verb("measure validation loss and HellaSwag", f"{_HERE}.evaluate"),
-    "compare": Verb("tell whether two evaluations differ", f"{_HERE}.compare"),
-    "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),
-    "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
-    "list": Verb("list the checkpoints", f"{_HERE}.train", "list_checkpoints"),
-    "runs": Verb("delete, archive or sync runs and checkpoints", f"{_HERE}.runs"),
-    "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
-    "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
-    "replay": Verb("replay steps of a run, exactly or with a change", f"{_HERE}.replay"),
-    "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
-    "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
-    "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
-    "ladder": Verb("fit a scaling law, predict a larger run", f"{_HERE}.ladder"),
-    "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
-    "import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
-    "resume-command": Verb("print the command that continues a run", f"{_HERE}.resume_command"),
-    "preflight": Verb("check all that a run will need", f"{_HERE}.train", "preflight"),
-    "data": Verb("verify, inspect, import and merge token shards", f"{_HERE}.data"),
-    "tokenizer": Verb("learn a tokenizer from text", f"{_HERE}.tokenizer"),
-    "env": Verb("print versions and hardware to paste into an issue", f"{_HERE}.env"),
-    "gpu-info": Verb("show the devices of this machine", f"{_HERE}.gpu_info"),
-    "memory-check": Verb("compare a run's need with the free memory", f"{_HERE}.memory_check"),
-    "tensorboard": Verb("start or stop TensorBoard", f"{_HERE}.show_tensorboard"),
-    "rebuild-tensorboard": Verb("make TensorBoard's files again", f"{_HERE}.rebuild_tensorboard"),
-    "repair-log": Verb("remove damaged lines of a run's log", f"{_HERE}.repair_log"),
+GROUPS = {
+    "data": {
+        "prepare": Verb(
+            "tokenize text into the shards that training reads", f"{_HERE}.prepare_data"
+        ),
+        "data": Verb("verify, show, import and merge shards; tokenizers", f"{_HERE}.data"),
+    },
+    "train": {
+        "train": Verb("train a model, or continue a run", f"{_HERE}.train"),
+        "finetune": Verb("fine-tune a model on conversations", f"{_HERE}.train", "finetune"),
+        "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),
+        "doctor": Verb("check this machine, and the memory of a run", f"{_HERE}.doctor"),
+    },
+    "look": {
+        "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
+        "runs": Verb("list, delete, archive, import, sync, repair runs", f"{_HERE}.runs"),
+        "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
+        "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
+    },
+    "evaluate": {
+        "evaluate": Verb("measure validation loss and HellaSwag", f"{_HERE}.evaluate"),
+        "sample": Verb("continue prompts with a model", f"{_HERE}.sample"),
+        "chat": Verb("chat with a fine-tuned model", f"{_HERE}.chat"),
+        "serve": Verb("try a model in the browser, or by OpenAI's API", f"{_HERE}.serve"),
+        "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
+    },
+    "compare": {
+        "compare": Verb("tell whether two evaluations differ", f"{_HERE}.compare"),
+        "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
+        "ladder": Verb("fit a scaling law, predict a larger run", f"{_HERE}.ladder"),
+    },
+    "tools": {
+        "replay": Verb("replay steps of a run, exactly or with a change", f"{_HERE}.replay"),
+        "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
+        "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
+    },
 }
 if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
-    VERBS["benchmark"] = Verb("measure this machine and other trainers", "benchmarks.command")
+    GROUPS["tools"]["benchmark"] = Verb(
+        "measure this machine and other trainers", "benchmarks.command"
+    )
+# Verbs within a verb that have a module of their own.
+WITHIN = {
+    "data tokenizer": Verb("learn a tokenizer from text, or show one", f"{_HERE}.tokenizer"),
+    "runs import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.runs", "import_checkpoint"),
+    "runs resume-command": Verb(
+        "print the command that continues a run", f"{_HERE}.resume_command"
+    ),
+    "runs tensorboard": Verb("start or stop TensorBoard", f"{_HERE}.show_tensorboard"),
+    "runs rebuild-tensorboard": Verb(
+        "make TensorBoard's files again", f"{_HERE}.rebuild_tensorboard"
+    ),
+    "runs repair-log": Verb("remove damaged lines of a run's log", f"{_HERE}.repair_log"),
+}
+VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+GONE = {
+    **{name.partition(" ")[2]: name for name in WITHIN},
+    **{
+        "list": "runs list",
+        "preflight": "train --preflight",
+        "gpu-info": "doctor",
+        "env": "doctor [RUN]",
+    },
+    "memory-check": "doctor --model NAME",
+}
 
 _PAGE = """gpt2lab {version}: train GPT-2 from scratch
 
@@ -76,18 +106,40 @@ gpt2lab VERB --help: common flags and examples; --help-all: every flag"""
 
 
 def main(argv: list[str]) -> int:
-    """Do what the verb says and return the exit code."""
+    """Do what the verb says and return the exit code.
+
+    Raises: ConfigError for a verb that does not exist.
+    """
     if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
-        rows = [f"  {name:<20} {verb.about}" for name, verb in VERBS.items()]
-        print(_PAGE.format(version=__version__, verbs="\n".join(rows)))
+        print(_PAGE.format(version=__version__, verbs="\n".join(_rows())))
         return 0
     if argv[0] == "--version":
         print(f"gpt2lab {__version__}")
         return 0
     name = argv[0].replace("_", "-")
+    if (both := " ".join([name, *argv[1:2]]).replace("_", "-")) in WITHIN:
+        return WITHIN[both].load()(argv[2:])
+    if name in GONE:
+        raise ConfigError(f"gpt2lab {name}: this is now gpt2lab {GONE[name]}")
     if name not in VERBS:
         hint = fmt.did_you_mean(name, VERBS, "gpt2lab --help lists them")
         raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")
     if name == "benchmark":
         sys.path.insert(0, str(paths.REPOSITORY))
     return VERBS[name].load()(argv[1:])
+
+
+def within(verb: str) -> dict[str, str]:
+    """Return what the verbs within a verb do that have a module of their own."""
+    return {
+        name.removeprefix(f"{verb} "): one.about
+        for name, one in WITHIN.items()
+        if name.startswith(f"{verb} ")
+    }
+
+
+def _rows() -> list[str]:
+    rows = []
+    for group, members in GROUPS.items():
+        rows += ["", f"{group}:"] + [f"  {name:<12} {verb.about}" for name, verb in members.items()]
+    return rows[1:]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.replay import open_run
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LITTLE = 0.8  # of the norm: if more is left without the worst sample, it does 
 class WhySpike:
     """Rank the samples of a step by what they add to its gradient; nothing of the run is written."""
 
-    run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
+    run: str = argument("name of a run in checkpoints/, or its folder")
     step: int | None = option(None, "the step; default the largest spike in the log", least=1)
     worst: int = option(
         3, "number of worst samples to show; the step is also taken without each of them", least=1
@@ -44,7 +44,7 @@ class WhySpike:
 
 def main(argv: list[str]) -> int:
     """Explain and print; return 1 if the steps before could not be replayed as they were."""
-    flags = run_tyro(WhySpike, argv)
+    flags = parse_flags(WhySpike, argv)
     from gpt2lab.runs import history
 
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from gpt2lab import paths
-
 # Of this program's predecessor.
 RENAMED = {
     "num_layers": "--n_layer",
@@ -28,9 +26,7 @@ _CARDS = "torchrun --nproc_per_node=N"
 _WEIGHTS = "--init_from RUN, a folder or hf:NAME"
 _CLIP = "--grad_clip"
 _READING = "no setting: a thread of the trainer reads ahead"
-_PREPARE = (
-    f"--data_dir, a folder made by {paths.script('prepare')} or {paths.script('data')} import"
-)
+_PREPARE = "--data_dir, a folder made by gpt2lab prepare or gpt2lab data import"
 
 _NANOGPT = {
     "batch_size": _BATCH,
@@ -43,7 +39,7 @@ _NANOGPT = {
     "decay_lr": _CONSTANT,
     "eval_interval": "--eval_freq",
     "eval_iters": "--val_tokens, in tokens",
-    "eval_only": paths.script("evaluate"),
+    "eval_only": "gpt2lab evaluate",
     "log_interval": "--log_freq",
     "always_save_checkpoint": "--checkpoint_freq",
     "out_dir": _FOLDER,
@@ -127,8 +123,8 @@ _PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("float32", "32-true", "32"), "fp32"),
     **dict.fromkeys(
-        ("float16", "16-mixed", "16-true"),
-        "bf16 or fp32 (fp16 needs loss scaling, which is not there)",
+        ("fp16", "float16", "16-mixed", "16-true"),
+        "bf16 or fp32 (fp16 needs loss scaling, whose state would make a resumed run differ)",
     ),
 }
 # Of flags that are ours: their values elsewhere.
@@ -143,6 +139,9 @@ VALUES = {
     },
 }
 
+# Of `gpt2lab runs resume-command`.
+_JOBS = {"output": {"k8s": "examples/kubernetes.yaml", "sky": "examples/skypilot.yaml"}}
+
 
 def answer(name: str) -> str | None:
     """Return what another program's flag, without its dashes, is here; None if it is not known."""
@@ -155,5 +154,5 @@ def answer(name: str) -> str | None:
 
 def answer_value(name: str, value: object) -> str | None:
     """Return what a value, which a setting of ours has elsewhere and not here, is here; None if it is not known."""
-    ours = VALUES.get(name, {}).get(str(value).lower())
+    ours = (VALUES.get(name) or _JOBS.get(name, {})).get(str(value).lower())
     return None if ours is None else f"here it is {ours}"

@@ -3,7 +3,7 @@
 The GPT-2 sizes are those of Radford et al. 2019, table 2, and of the released checkpoints. The small ones are for
 CPUs: their batch, rate and data are set so that `--model NAME` alone trains something sensible.
 The modern ones have the same shapes and need fewer tokens to the same loss. Rates of nano, micro and mini are measured,
-those of small extrapolated: see docs/ablations.md.
+those of small extrapolated: see docs/modern.md.
 """
 
 from __future__ import annotations

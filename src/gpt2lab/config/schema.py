@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
-
-import tyro
+from typing import Literal, TypeVar
 
 Policy = Literal["free", "guarded", "fixed"]
 HellaSwagMetrics = Literal["all", "harness", "tutorial"]
@@ -80,7 +78,10 @@ class ModelConfig:
         most=100_000_000,
     )
     # Not a flag: the tokenizer of the data decides.
-    num_tokens: Annotated[int, tyro.conf.Suppress] = fixed(50257, "ids of the tokenizer", least=2)
+    num_tokens: int = field(
+        default=50257,
+        metadata={"help": "ids of the tokenizer", "policy": "fixed", "least": 2, "is_hidden": True},
+    )
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
     )
@@ -406,7 +407,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
-    # src/train.py has no such flags: command_line.py adds them for src/finetune.py.
-    tuning: Annotated[TuningConfig, tyro.conf.Suppress, tyro.conf.Fixed] = field(
-        default_factory=TuningConfig
-    )
+    tuning: TuningConfig = field(default_factory=TuningConfig)  # flags of fine-tuning alone

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, paths
+from gpt2lab import fmt
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.request import without_what_follows
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
@@ -24,7 +24,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROGRAMS = {"pretrain": paths.script("train"), "finetune": paths.script("finetune")}
+PROGRAMS = {"pretrain": "gpt2lab train", "finetune": "gpt2lab finetune"}
 TUNING = frozenset(TuningConfig.__dataclass_fields__)
 OF_SHARDS = frozenset({"data_dir", "data_weights_at", "max_source_epochs"})
 _AT_MOST = 2**20  # bytes of a file

@@ -156,7 +156,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     for split in SPLITS:
         if not names[split]:
             if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
-                prepare = f"token files of another program? {paths.command('data')} import reads them in place"
+                prepare = "token files of another program? gpt2lab data import reads them in place"
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
     tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
     limit = _IdLimit(vocab_size, tokenizer)
@@ -188,15 +188,17 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
 
 def _how_to_prepare(folder: Path, vocab_size: int | None) -> str:
     """Return a command that prepares data for a model of `vocab_size` rows."""
-    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
+    prepare = "prepare one with: gpt2lab prepare python-stdlib (or fineweb-edu, a file, a folder)"
     if vocab_size is None or not BYTES.size <= vocab_size < GPT2.size:
         return prepare
     name, before = BYTES.name, ""  # of another tokenizer than GPT-2's
     if vocab_size > _ROWS_OF_BYTES:
         name = f"tok{vocab_size}"
-        before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
+        before = (
+            f"gpt2lab data tokenizer train python-stdlib --vocab_size {vocab_size} --out {name} && "
+        )
     return (
-        f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
+        f"prepare one with: {before}gpt2lab prepare python-stdlib --tokenizer {name} "
         f"--out {paths.display_path(folder)}"
     )
 

@@ -43,11 +43,9 @@ def verify(folder: Path) -> list[str]:
     Raises: DataError if there is no such folder, or no shards.json to compare with, or it is damaged itself.
     """
     if not folder.is_dir():
-        raise missing_folder(folder, f"{paths.command('prepare')} makes one")
+        raise missing_folder(folder, "gpt2lab prepare makes one")
     if not (folder / MANIFEST).exists():
-        raise DataError(
-            f"{folder}: no {MANIFEST} to compare with; {paths.command('data')} import writes one"
-        )
+        raise DataError(f"{folder}: no {MANIFEST} to compare with; gpt2lab data import writes one")
     manifest = read_manifest(folder)
     files, place, problems = manifest["files"], shards_folder(folder, manifest), []
     try:

@@ -161,7 +161,7 @@ class Strategy:
     def compiles_evaluation(self) -> bool:
         """Tell whether evaluations run compiled.
 
-        Not on a CPU, where the numbers are those of scripts/evaluate.py to the bit; not where the step is compiled by
+        Not on a CPU, where the numbers are those of `gpt2lab evaluate` to the bit; not where the step is compiled by
         region: a deep model's graph would compile for minutes, and under fsdp each evaluation gathers its own model.
         """
         is_on_gpu = self._system.compile == "on" and self.device.type == "cuda"

@@ -7,10 +7,11 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
+from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import staged_file
@@ -18,22 +19,16 @@ from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
 
-T = TypeVar("T")
-
-
-def _param(default: T, help: str, least: int | None = None) -> T:
-    return field(default=default, metadata={"help": help, "least": least})
-
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How a text is drawn; the fields are flags of `gpt2lab sample` and `gpt2lab chat`."""
 
-    max_new_tokens: int = _param(100, "most tokens of a text, not counting its prompt", 1)
-    temperature: float = _param(1.0, "0 = always the likeliest token")
-    top_k: int = _param(50, "draw from the K likeliest tokens; 0 = from all", 0)
-    top_p: float = _param(1.0, "of these, from the fewest whose probabilities sum to this")
-    seed: int = _param(1337, "same seed and same prompt, same text", 0)
+    max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt", least=1)
+    temperature: float = option(1.0, "0 = always the likeliest token")
+    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all", least=0)
+    top_p: float = option(1.0, "of these, from the fewest whose probabilities sum to this")
+    seed: int = option(1337, "same seed and same prompt, same text", least=0)
 
 
 def check_sampling(style: SamplingParams) -> None:
@@ -41,10 +36,7 @@ def check_sampling(style: SamplingParams) -> None:
 
     Raises: ConfigError.
     """
-    for param in fields(style):
-        value, least = getattr(style, param.name), param.metadata["least"]
-        if least is not None and value < least:
-            raise ConfigError(f"{param.name} {value} must be at least {least}")
+    check_least(style)
     if not (style.temperature == 0 or 1e-5 <= style.temperature < float("inf")):
         raise ConfigError(f"temperature {style.temperature} must be 0, or at least 1e-5")
     if not 0 < style.top_p <= 1:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.mixture import read_sources
@@ -131,7 +130,7 @@ def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: boo
         problems.found.append(
             ConfigError(
                 f"--data_dir is missing: the folder data/{dataset} of nanoGPT, after "
-                f"`{paths.command('data')} import` of it"
+                f"`gpt2lab data import` of it"
             )
         )
     else:

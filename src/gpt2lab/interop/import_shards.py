@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.manifest import (
     FORMAT,
@@ -142,9 +141,7 @@ def _check_places(folder: Path, target: Path) -> None:
         raise DataError(f"{folder}: no such folder")
     sweep_temporaries(target)
     if (target / MANIFEST).exists():
-        raise DataError(
-            f"{target / MANIFEST}: exists already; check it with {paths.script('data')} verify"
-        )
+        raise DataError(f"{target / MANIFEST}: exists already; check it with gpt2lab data verify")
     if target == folder:
         if not os.access(folder, os.W_OK):
             raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import fmt, paths
+from gpt2lab import fmt
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import KINDS, Kind, Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
@@ -62,7 +62,7 @@ def compare(
             )
         raise DataError(
             f"{lacks}: {what} with "
-            f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
+            f"gpt2lab evaluate {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
         )
     for a, b in pairs:
         require_same_units(a, b)

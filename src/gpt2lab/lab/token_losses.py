@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2lab import paths
 from gpt2lab.data.mixture import PATTERN, MixedData
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import DataError, system_errors_as
@@ -173,7 +172,7 @@ def find_token_losses(name: str, checkpoint_dir: Path) -> TokenLosses:
             return read_token_losses(place)
     raise DataError(
         f"{name}: holds no token losses (training keeps them at its end alone, not at a stop); "
-        f"keep them with {paths.command('evaluate')} {name} --keep_token_losses"
+        f"keep them with gpt2lab evaluate {name} --keep_token_losses"
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import check_least, option
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
+from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel

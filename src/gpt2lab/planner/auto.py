@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, paths
+from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
 from gpt2lab.errors import ConfigError
@@ -173,7 +173,7 @@ def _steps_in_window(job: Job, seen: DetectedHardware, checkpoint_dir: Path) -> 
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
-            f"{paths.command('estimate')} --measure --model {job.config.model.model}"
+            f"gpt2lab estimate --measure --model {job.config.model.model}"
         )
     steps = steps_that_fit(
         job,
@@ -246,7 +246,7 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
     if not enough:
         raise ConfigError(
             f"--preset {name}: {job.config.model.model} does not fit, not even one sequence at a time; "
-            f"{paths.command('memory-check')} shows what it needs; a larger card, or a smaller --context_length"
+            f"gpt2lab doctor with its flags shows what it needs; a larger card, or a smaller --context_length"
         )
     fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
     sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import paths
 from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
@@ -238,7 +237,7 @@ def this_machine(
     else:
         raise NoSourceError(
             f"gpu {name!r} is not in hardware.json and no run of it was measured here: "
-            f"{paths.command('estimate')} --measure"
+            f"gpt2lab estimate --measure"
         )
     rates, ratios = calibrate(prior, records, kind, spread=SPREAD[prior.source])
     if prior.source == "unknown" and not rates.observations:

@@ -124,7 +124,7 @@ class Hardware:
         near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.3)
         nearest = f", nearest: {', '.join(lowered[match] for match in near)}" if near else ""
         raise NoSourceError(
-            f"gpu {name!r} is not in hardware.json{nearest}; {paths.command('estimate')} --list_gpus shows all; "
+            f"gpu {name!r} is not in hardware.json{nearest}; gpt2lab estimate --list_gpus shows all; "
             f"measure it there with --measure, or add it to {user_file()}"
         )
 

@@ -113,7 +113,7 @@ def read_ladder(folder: Path) -> Ladder:
     if found.get("format") != _FORMAT:
         raise ConfigError(
             f"{paths.display_path(folder)} holds no ladder that was fitted: "
-            f"{paths.command('ladder')} fit FILE writes {FILE} there"
+            f"gpt2lab ladder fit FILE writes {FILE} there"
         )
     rules = {"name": TEXT, "settings": OBJECT, "rungs": list_of(OBJECT, "a list of objects")}
     file.check(found, rules)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gpt2lab import fmt, paths
+from gpt2lab import fmt
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.report.curves import FEWEST_JOINED, Axis, Curve, Curves, Panel, panels_of
@@ -74,13 +74,13 @@ def draw_table(kind: Table, file: Path, path: Path, view: View) -> None:
     """
     draw, otherwise, fix = {
         "speeds": (_speeds, "no table of speeds", "docs/benchmarks.json is one"),
-        "ablation": (_ablation, "no table of an ablation", f"{paths.script('ablate')} writes it"),
+        "ablation": (_ablation, "no table of an ablation", "gpt2lab ablate writes it"),
         "compare": (
             _comparison,
             "no comparison with intervals",
-            f"{paths.script('compare')} --json prints one of groups of runs, or with --explain",
+            "gpt2lab compare --json prints one of groups of runs, or with --explain",
         ),
-        "ladder": (_ladder, "no results of a ladder", f"{paths.script('ladder')} fit writes them"),
+        "ladder": (_ladder, "no results of a ladder", "gpt2lab ladder fit writes them"),
     }[kind]
     try:
         figure = draw(json.loads(file.read_text()), view)

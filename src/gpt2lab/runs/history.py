@@ -239,7 +239,7 @@ class Log:
         run = fmt.word_of_bash(paths.display_path(self._log.parent))
         return (
             f"{self._log} {'; '.join(self._damaged)}{f' and {more:,} more' if more else ''}: edited, or the disk "
-            f"is damaged; left out, {paths.command('repair-log')} {run} removes it"
+            f"is damaged; left out, gpt2lab runs repair-log {run} removes it"
         )
 
     def __bool__(self) -> bool:

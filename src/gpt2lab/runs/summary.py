@@ -41,7 +41,7 @@ def describe_run(run_dir: Path) -> str:
         words = [paths.program("tensorboard"), "--logdir", paths.display_path(run_dir.parent)]
         rows.append(("TensorBoard", fmt.command_line(words)))
     else:
-        then = fmt.command_line(paths.command_words("tensorboard"))
+        then = fmt.command_line(paths.command_words("runs tensorboard"))
         rows.append(("TensorBoard", f"train with --use_tensorboard, then: {then}"))
     if samples and log.has_ended:
         rows.append(("next", ""))

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2lab import paths
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import ModelConfig
@@ -149,7 +148,7 @@ def _download(name: str, checkpoint_dir: Path) -> Path:
         if name.startswith("gpt2") or "/" in name:
             hub += f"; of the Hub it is {HUB}{name}"
         raise CheckpointError(
-            f"{name}: no such run or folder, and {hub}; {paths.script('status')} lists the runs"
+            f"{name}: no such run or folder, and {hub}; gpt2lab status lists the runs"
         ) from error
 
 

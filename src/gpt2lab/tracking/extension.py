@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab import paths
 from gpt2lab.config.derived import is_due
 from gpt2lab.config.settings import to_flat
 from gpt2lab.tracking.followers import FINISH_SECONDS, TrackerProcess, open_trackers
@@ -51,7 +50,7 @@ class TensorBoard(Extension):
             self._writer = None
             raise OSError(
                 f"no more TensorBoard files ({error.strerror or error}); "
-                f"{paths.command('runs')} rebuild-tensorboard makes them again"
+                f"gpt2lab runs rebuild-tensorboard makes them again"
             ) from error
 
     def updating(self, step: int) -> None:

@@ -94,7 +94,7 @@ class TrackerProcess:
             self._process.wait()
             return (
                 f"{self._label} did not take the rest within {FINISH_SECONDS:.0f} s and was stopped, see "
-                f"{FOLDER}/{self._log.name}; {paths.script('runs')} sync sends what is missing"
+                f"{FOLDER}/{self._log.name}; gpt2lab runs sync sends what is missing"
             )
         return self.problem() if code else None
 

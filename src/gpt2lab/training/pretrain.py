@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import check_fsdp_param_dtype
@@ -121,7 +120,7 @@ def pretrain(
         said = first_line(cause).rstrip(".")
         raise OutOfMemoryError(
             f"out of memory: {said}. A lower --mini_batch_size needs less and changes no loss; "
-            f"--mini_batch_size auto finds one that fits, {paths.command('doctor')} shows what takes the room"
+            f"--mini_batch_size auto finds one that fits, gpt2lab doctor with these flags shows what takes the memory"
         ) from error
     finally:
         signals.close()

@@ -157,9 +157,9 @@ def _resumed_settings(
     """
     begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
     if begun_by != request.recipe:
-        program = paths.script("train" if begun_by == "pretrain" else "finetune")
+        program = "train" if begun_by == "pretrain" else "finetune"
         raise ConfigError(
-            f"run {run_dir.name} was begun by {program}; continue it with that, "
+            f"run {run_dir.name} was begun by gpt2lab {program}; continue it with that, "
             f"or name another with --run_name"
         )
     config, before = request.over(saved), to_flat(saved)

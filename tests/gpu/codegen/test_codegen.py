@@ -108,7 +108,7 @@ def test_operators_outside_the_graphs_do_not_grow_with_the_layers(
 def test_the_command_prints_what_it_counts(tmp_path: Path) -> None:
     words = ["--architecture", "sm_80", "--micro_batch", 2, "--layers", 1, 2]
     words += ["--ddp_bucket_mb", 25, "--attention", "flash"]
-    code, said, error = call("benchmark.py", "codegen", *words, "--json", tmp_path / "c.json")
+    code, said, error = call("benchmark", "codegen", *words, "--json", tmp_path / "c.json")
     assert code == 0, error
     (table,) = json.loads((tmp_path / "c.json").read_text())["tables"]
     found = table["counted"]

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: every way that is compared does the same work, and the numbers are those of the table."""
+"""gpt2lab benchmark: every way that is compared does the same work, and the numbers are those of the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranks import run_ranks
 @pytest.mark.slow
 def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
     words = ["--megabytes", 2, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
-    code, said, error = script("benchmark.py", "data", *words)
+    code, said, error = script("benchmark", "data", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "d.json").read_text())
     rates = numbers["preparation"]["tokens_per_second"]
@@ -49,7 +49,7 @@ def test_parallel_modes_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sharing, "run_worker", measure)
     words = ["--model", "gpt2-nano", "--micro_batch", 1, "--micro_steps", 2, "--steps", 1]
     words += ["--json", tmp_path / "p.json"]
-    code, said, error = call("benchmark.py", "parallel", *words)
+    code, said, error = call("benchmark", "parallel", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "p.json").read_text())
     alone = numbers["alone"][0]["losses"]
@@ -76,7 +76,7 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
         "--json",
         tmp_path / "o.json",
     ]
-    code, said, error = script("benchmark.py", "step-overhead", *words)
+    code, said, error = script("benchmark", "step-overhead", *words)
     assert code == 0, error
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     assert [(row["mode"], row["parameters"]) for row in rows] == [
@@ -95,7 +95,7 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
 def test_saves_side_by_side(tmp_path: Path) -> None:
     """Each way writes weights and both moments once, and nothing stays behind."""
     words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
-    code, said, error = script("benchmark.py", "save", *words, "--json", tmp_path / "s.json")
+    code, said, error = script("benchmark", "save", *words, "--json", tmp_path / "s.json")
     assert code == 0, error
     numbers = json.loads((tmp_path / "s.json").read_text())
     tensor_bytes = checkpoint_bytes(preset("gpt2-nano"))
@@ -110,7 +110,7 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
     words = ["--probe_steps", 1, "--steps", 1, "--json", tmp_path / "p.json"]
-    code, said, error = call("benchmark.py", "planner", *words)
+    code, said, error = call("benchmark", "planner", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "p.json").read_text())
     assert [len(numbers[kind]) for kind in ("probed", "fitted")] == [6, 20]
@@ -171,7 +171,7 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
-    code, said, error = call("benchmark.py", *words, folder=REPOSITORY)
+    code, said, error = call("benchmark", *words, folder=REPOSITORY)
     assert (code, said) == (2, "")
     assert error.splitlines()[-1].startswith("error: ")
     assert message in error

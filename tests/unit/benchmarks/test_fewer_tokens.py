@@ -1,4 +1,4 @@
-"""Tokens to another model's loss: what lies between runs, what is rejected, the figures of docs/ablations.md."""
+"""Tokens to another model's loss: what lies between runs, what is rejected, the figures of docs/log/2026.md."""
 
 from __future__ import annotations
 
@@ -66,9 +66,16 @@ def test_ratios_are_taken_seed_by_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
 def test_the_page_shows_what_the_files_hold(table: Path) -> None:
-    page = (REPOSITORY / "docs" / "ablations.md").read_text()
+    page = (REPOSITORY / "docs" / "log" / "2026.md").read_text()
     for row in fewer_tokens.rows(fewer_tokens.read(table)):
         cells = [cell.strip() for cell in row.strip("|").split("|")[1:] if cell.strip()]
         assert any(
             all(cell in line for cell in cells) for line in page.replace("*", "").splitlines()
         ), row
+
+
+@pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
+def test_the_page_of_the_presets_cites_the_ratio_of_each_file(table: Path) -> None:
+    page = " ".join((REPOSITORY / "docs" / "modern.md").read_text().split())
+    ratio = fewer_tokens.read(table).ratio
+    assert f"[{ratio.value:.3f} ± {ratio.half_interval:.3f}](fewer_tokens/{table.name})" in page

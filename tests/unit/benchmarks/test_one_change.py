@@ -76,7 +76,7 @@ def test_the_page_shows_the_runs_of_the_file(capsys: pytest.CaptureFixture[str])
     file = docs / "fewer_tokens" / "changes.jsonl"
     flags = json.loads(file.read_text().splitlines()[0])["flags"]
     assert changes.main([str(file), *flags]) == 0  # all runs are there: none is trained
-    page = (docs / "ablations.md").read_text()
+    page = (docs / "log" / "2026.md").read_text()
     assert capsys.readouterr().out.strip() in page
     assert " ".join(flags) in " ".join(page.replace("\\\n", " ").split())
 
@@ -100,5 +100,5 @@ def test_the_page_shows_what_normuon_gained(
     changes.main([str(file), "--changes", "normuon", "--seeds", *seeds, *runs[0]["flags"]])
     row = capsys.readouterr().out.strip().splitlines()[-1].split(" | ")
     shown = f"| {sum(muon) / len(muon):.4f} | {row[3]} ({row[4]}) | {len(seeds)} |"
-    [line] = [line for line in (docs / "ablations.md").read_text().splitlines() if shown in line]
-    assert f"(fewer_tokens/{name}.jsonl) | {runs[0]['tokens']:,} |" in line
+    [line] = [line for line in (docs / "log" / "2026.md").read_text().splitlines() if shown in line]
+    assert f"(../fewer_tokens/{name}.jsonl) | {runs[0]['tokens']:,} |" in line

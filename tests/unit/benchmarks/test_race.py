@@ -380,7 +380,7 @@ def test_the_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(SIZES, "tiny256", dataclasses.replace(SIZES["tiny256"], n_layer=1))
     words = ["--model", "tiny256", "--peer", "hf", "--steps", 2]
     words += ["--warmup", 1, "--memory", "--profile", "--json", tmp_path / "c.json"]
-    code, said, error = call("benchmark.py", "cpu", *words)
+    code, said, error = call("benchmark", "cpu", *words)
     assert code == 0, error
     found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
     assert [row["name"] for row in found["trainers"]] == ["ours", "hf"]

@@ -246,7 +246,7 @@ def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(
 def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run: Run, name: str) -> None:
     pipe(run.path / name)
     look_at(run)
-    for program in ("report.py", "resume_command.py"):
+    for program in ("report", "runs resume-command"):
         done = launch.call(program, run.path)
         assert (done.returncode, done.stderr.count("\n")) in ((0, 0), (0, 1), (2, 1)), done.stderr
 

@@ -124,8 +124,10 @@ def _other_data(place: Place) -> None:
 
 CASES = {
     # data
-    "data folder missing": Case(["--data_dir=nowhere"], ("nowhere: no such data", "prepare_data")),
-    "data folder empty": Case([], ("data: no train shards", "prepare_data"), Place.empty_folder),
+    "data folder missing": Case(
+        ["--data_dir=nowhere"], ("nowhere: no such data", "gpt2lab prepare")
+    ),
+    "data folder empty": Case([], ("data: no train shards", "gpt2lab prepare"), Place.empty_folder),
     "data folder is a file": Case(
         ["--data_dir=data/tiny_val_000000.npy"], ("no such data folder",)
     ),

@@ -1,4 +1,4 @@
-"""scripts/data.py: verify, stats, show, import, merge; each as a user calls it."""
+"""gpt2lab data: verify, stats, show, import, merge; each as a user calls it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 def data(*words: object) -> tuple[int, str, str]:
     """Call the command; return its exit code, stdout and last line of stderr."""
-    code, said, error = launch.call("data.py", *words)
+    code, said, error = launch.call("data", *words)
     return code, said, (error.splitlines() or [""])[-1]
 
 
@@ -97,7 +97,7 @@ def test_verify_finds_any_flipped_bit(prepared: Path, bit: int) -> None:
 def test_verify_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
     code, _, error = data("verify", tmp_path / "nosuch")
     assert code == 2
-    assert error.startswith(f"error: {tmp_path / 'nosuch'}: no such data folder; python ")
+    assert error.startswith(f"error: {tmp_path / 'nosuch'}: no such data folder; gpt2lab ")
 
 
 def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
     code, _, error = data("verify", folder)
     assert code == 2
     assert "no shards.json to compare with" in error
-    assert "data.py import" in error
+    assert "gpt2lab data import" in error
 
 
 # -- stats -----------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give a verb: verify, stats, show, import or merge"),
+        ([], "give a verb: verify, stats, show, import, merge or tokenizer"),
         (["varify", "x"], "unknown verb 'varify': did you mean verify?"),
         (["verify"], "FOLDER is missing"),
         (["verify", "nowhere"], "nowhere"),

@@ -14,28 +14,28 @@ from launch import HANG_SECONDS, REPOSITORY
 
 # Target -> what its last line must hold, for GPUS=1 RUN=x. Those of the daily verbs, and the others.
 LINES = {
-    "data": "scripts/prepare_data.py fineweb-edu",
+    "data": "gpt2lab prepare fineweb-edu",
     "train": "src/train.py --run_name x",
     "train-tb": "src/train.py --use_tensorboard --run_name x",
     "resume": "src/train.py --resume latest --run_name x",
-    "list": "src/train.py --list_checkpoints --run_name x",
-    "dry-run": "src/train.py --dry_run --run_name x",
+    "list": "gpt2lab runs list x",
+    "dry-run": "gpt2lab train --dry_run --run_name x",
     "check": "src/train.py --preflight --run_name x",
     "preflight": "src/train.py --preflight --run_name x",
-    "estimate": "scripts/estimate_time.py --run_name x",
-    "gpu-info": "scripts/gpu_info.py",
-    "memory-check": "scripts/memory_check.py",
-    "status": "scripts/status.py",
-    "eval": "scripts/evaluate.py x",
-    "eval-quick": "scripts/evaluate.py x --val_tokens 131072 --hellaswag_limit 200",
+    "estimate": "gpt2lab estimate --run_name x",
+    "gpu-info": "gpt2lab doctor",
+    "memory-check": "gpt2lab doctor --model gpt2",
+    "status": "gpt2lab status",
+    "eval": "gpt2lab evaluate x",
+    "eval-quick": "gpt2lab evaluate x --val_tokens 131072 --hellaswag_limit 200",
     "finetune": "src/finetune.py --init_from y --instructions demo --run_name x",
-    "chat": "scripts/chat.py x",
-    "sample": "scripts/sample.py x --interactive",
-    "export": "scripts/export_hf.py x --out exports/x",
-    "plot": "scripts/plot.py x",
-    "report": "scripts/report.py x",
-    "tensorboard": "scripts/show_tensorboard.py --port 6006",
-    "tensorboard-stop": "scripts/show_tensorboard.py --stop",
+    "chat": "gpt2lab chat x",
+    "sample": "gpt2lab sample x --interactive",
+    "export": "gpt2lab export x --out exports/x",
+    "plot": "gpt2lab plot x",
+    "report": "gpt2lab report x",
+    "tensorboard": "gpt2lab runs tensorboard --port 6006",
+    "tensorboard-stop": "gpt2lab runs tensorboard --stop",
     "test": "-m pytest",
     "test-slow": "-m pytest -m slow",
     "test-faults": "-m pytest tests/faults -m fault",
@@ -114,7 +114,7 @@ def test_variables_arrive_and_wrong_ones_are_rejected() -> None:
         wrong = make(*words, "VENV=/nowhere")
         assert wrong.returncode != 0
         assert message in wrong.stderr
-        assert "/nowhere/bin/python scripts" not in wrong.stdout
+        assert "/nowhere/bin/gpt2lab" not in wrong.stdout
 
 
 def test_clean_never_touches_data_or_checkpoints(tmp_path: Path) -> None:
@@ -146,8 +146,10 @@ def test_ci_runs_what_the_readme_begins_with() -> None:
 
 def test_the_quickstart_ends_with_the_report_of_its_own_run() -> None:
     lines = make("quickstart", "GPUS=0").stdout.splitlines()
-    prepared, trained, reported = (line for line in lines if "scripts/" in line or "src/" in line)
-    assert "scripts/prepare_data.py python-stdlib" in prepared
+    prepared, trained, reported = (
+        line for line in lines if "bin/gpt2lab" in line or "src/" in line
+    )
+    assert "gpt2lab prepare python-stdlib" in prepared
     name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)
     assert name is not None
-    assert reported.split()[-2:] == ["scripts/report.py", name[1]]
+    assert reported.split()[-2:] == ["report", name[1]]

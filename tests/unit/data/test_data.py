@@ -104,9 +104,9 @@ def test_a_broken_shard_is_rejected_by_name(
 
 
 def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such data folder; .*prepare_data\.py"):
+    with pytest.raises(DataError, match=r"no such data folder; .*gpt2lab prepare"):
         open_data(tmp_path / "nowhere", vocab_size=VOCAB)
-    both = r"tokenizer\.py train \S+ --vocab_size 512 --out tok512 && .*prepare_data\.py .* --tokenizer tok512"
+    both = r"gpt2lab data tokenizer train \S+ --vocab_size 512 --out tok512 && gpt2lab prepare .* --tokenizer tok512"
     with pytest.raises(DataError, match=f"no such data folder; .*{both} --out .*nowhere$"):
         open_data(tmp_path / "nowhere", vocab_size=512)
 

@@ -272,7 +272,7 @@ def test_a_short_shard_is_named_with_its_folder(folders: dict[str, Path]) -> Non
 def test_other_tokenizers_do_not_mix(folders: dict[str, Path]) -> None:
     def take(name: str, tokenizer: str) -> None:
         (folders[name] / "shards.json").unlink(missing_ok=True)
-        done = launch.call("data.py", "import", folders[name], f"--tokenizer={tokenizer}")
+        done = launch.call("data", "import", folders[name], f"--tokenizer={tokenizer}")
         assert done.returncode == 0, done.stderr
 
     for tokenizer in ("unknown", "bytes"):

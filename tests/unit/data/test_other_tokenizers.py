@@ -159,15 +159,17 @@ def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("vocab_size", "fix"),
     [
-        (257, ": prepare"),
-        (384, ": prepare"),  # rows of a model of bytes
-        (512, ": tokenizer train python-stdlib --vocab_size 512 --out tok512 && prepare"),
+        (257, ": gpt2lab prepare"),
+        (384, ": gpt2lab prepare"),  # rows of a model of bytes
+        (
+            512,
+            ": gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare",
+        ),
     ],
 )
 def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
-    vocab_size: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int, fix: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("gpt2lab.paths.command", lambda verb: verb)
     with pytest.raises(DataError) as caught:
         open_data(tmp_path / "none", vocab_size=vocab_size)
     name = "tok512" if vocab_size == 512 else "bytes"

@@ -48,7 +48,7 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from launch import HANG_SECONDS, call
 
 PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
-DATA = PREPARE.with_name("data.py")
+DATA = PREPARE.with_name("data")
 
 MANY = [f"{i} " + TEXTS[i % len(TEXTS)] * (1 + i % 5) for i in range(400)]
 

@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -
 
 
 def test_compare_is_the_paired_difference(folder: Path) -> None:
-    answer = ask("compare.py", "a", "b", "--json", folder=folder)
+    answer = ask("compare", "a", "b", "--json", folder=folder)
     a, b = (
         read_results(folder / "runs" / run / "validation" / "step_00000004.npz") for run in "ab"
     )
@@ -224,11 +224,11 @@ def test_compare_is_the_paired_difference(folder: Path) -> None:
 
 def test_one_step_against_another_and_saved_results(folder: Path) -> None:
     early, late = "runs/a/step_00000002", "runs/a/step_00000004"
-    answer = ask("compare.py", early, late, "--json", folder=folder)
+    answer = ask("compare", early, late, "--json", folder=folder)
     losses = [last(folder, "a", "eval", step)["val_loss"] for step in (2, 4)]
     assert answer["metrics"]["val_loss"]["difference"] == pytest.approx(losses[1] - losses[0])
     ask("evaluate.py", early, "--val=data", "--save=saved", "--json", folder=folder)
-    again = ask("compare.py", "saved", early, "--json", "--only=validation", folder=folder)
+    again = ask("compare", "saved", early, "--json", "--only=validation", folder=folder)
     assert list(again["metrics"]) == ["val_loss"]
     assert again["metrics"]["val_loss"]["difference"] == 0
     assert again["metrics"]["val_loss"]["within_noise"] is True
@@ -253,7 +253,7 @@ def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
         b = synthetic(tmp_path / "b.npz", values)
         (difference,) = compare(a, b, checkpoint_dir=tmp_path)
         assert difference.within_noise is within
-        text = ask("compare.py", a, b, folder=tmp_path)
+        text = ask("compare", a, b, folder=tmp_path)
         row = next(line for line in text.splitlines() if line.startswith("acc"))
         assert row.endswith("within noise" if within else "beyond noise")
         assert f" {difference.p:.3f} " in row
@@ -275,29 +275,29 @@ def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
         "--json",
         folder=folder,
     )
-    code, line = ask("compare.py", "a", "fewer", folder=folder)
+    code, line = ask("compare", "a", "fewer", folder=folder)
     assert code == 2
     assert "validation was not measured on the same windows (20 and 10 windows)" in line
     other = write_shards(folder / "data2", train=(500,), val=(650,))
     np.save(other / "tiny_val_000000.npy", make_tokens(650, seed=77))
     ask("evaluate.py", "a", "--val=data2", "--save=others", "--json", folder=folder)
-    code, line = ask("compare.py", "a", "others", folder=folder)
+    code, line = ask("compare", "a", "others", folder=folder)
     assert "(20 windows each, but others)" in line
 
 
 def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: Path) -> None:
-    code, line = ask("compare.py", "a", "runs/nobody/x", folder=folder)
+    code, line = ask("compare", "a", "runs/nobody/x", folder=folder)
     assert (code, "no such folder" in line) == (2, True)
-    code, line = ask("compare.py", "a", "typo", folder=folder)
+    code, line = ask("compare", "a", "typo", folder=folder)
     assert "typo: no run, folder or .npz file of this name; if it is a model of the Hub, " in line
     (tmp_path / "empty").mkdir()
-    code, line = ask("compare.py", "a", str(tmp_path / "empty"), folder=folder)
+    code, line = ask("compare", "a", str(tmp_path / "empty"), folder=folder)
     assert (
-        "no validation, hellaswag or tasks results to compare; measure them with python scripts/evaluate.py"
+        "no validation, hellaswag or tasks results to compare; measure them with gpt2lab evaluate"
         in line
     )
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")
-    code, line = ask("compare.py", "a", str(tmp_path / "x.npz"), folder=folder)
+    code, line = ask("compare", "a", str(tmp_path / "x.npz"), folder=folder)
     assert "x.npz: not evaluation results" in line
 
 

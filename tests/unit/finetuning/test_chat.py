@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(folder: Path, target: str, text: str, *flags: str) -> Done:
-    return call("chat.py", target, "--checkpoint_dir=runs", *flags, folder=folder, stdin=text)
+    return call("chat", target, "--checkpoint_dir=runs", *flags, folder=folder, stdin=text)
 
 
 class Echo:
@@ -122,7 +122,7 @@ def test_wrong_settings_are_one_line(folder: Path) -> None:
         ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
         ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
     ):
-        assert ask("chat.py", "tuned", flag, folder=folder) == (2, f"error: {message}")
+        assert ask("chat", "tuned", flag, folder=folder) == (2, f"error: {message}")
 
 
 def test_an_export_keeps_the_template(folder: Path) -> None:
@@ -172,10 +172,10 @@ def test_answers_are_compared_where_asked(folder: Path) -> None:
     wrong = ask("evaluate.py", "hf", "--eval_generate", folder=folder)
     assert wrong == (
         2,
-        "error: hf: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val",
+        "error: hf: --eval_generate compares answers, and that needs a run of gpt2lab finetune and no --val",
     )
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
-    works_with("rouge-score", version("rouge-score"), "evaluate.py --eval_generate")
+    works_with("rouge-score", version("rouge-score"), "evaluate --eval_generate")
     scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
     assert scored["val_loss"] == plain["val_loss"]
     assert scored["generate"]["n"] == 1

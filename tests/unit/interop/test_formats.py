@@ -621,16 +621,16 @@ def test_the_command_says_how_it_took_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     folder.mkdir()
     datatrove_files(folder, made_splits("after"))
-    code, said, error = launch.call("data.py", "import", folder, "--val_files", "0_*.ds")
+    code, said, error = launch.call("data", "import", folder, "--val_files", "0_*.ds")
     assert (code, error.count("error")) == (0, 0)
     for words in ("12 files", "11 train, 1 val", "datatrove", "gpt2", "50256 after each document"):
         assert words in said
     out = tmp_path / "elsewhere"
     expanded = [str(path) for path in folder.glob("0_*.ds")]  # by the shell
-    done = launch.call("data.py", "import", folder, "--out", out, "--val_files", *expanded)
+    done = launch.call("data", "import", folder, "--out", out, "--val_files", *expanded)
     assert done.returncode == 0
     assert open_data(out, vocab_size=50304).tokens("val") == len(
         flat(made_splits("after")["val"][0])
     )
-    code, said, error = launch.call("data.py", "import", folder, "--offset", "-2")
+    code, said, error = launch.call("data", "import", folder, "--offset", "-2")
     assert (code, said) == (2, "")

@@ -114,7 +114,7 @@ def place(tmp_path: Path) -> Path:
         np.array([ids[one] for one in TEXT], "<u2").tofile(data / f"{name}.bin")
     meta = {"vocab_size": len(ids), "itos": dict(enumerate(LETTERS)), "stoi": ids}
     (data / "meta.pkl").write_bytes(pickle.dumps(meta))
-    assert call("data.py", "import", data).returncode == 0
+    assert call("data", "import", data).returncode == 0
     torch.save(checkpoint(), tmp_path / "ckpt.pt")
     return tmp_path
 
@@ -170,7 +170,7 @@ def test_characters_are_sampled_and_talked_to(place: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout) == len(prompt) + 20 + 1
         assert {*done.stdout} <= {*TEXT}
-    done = call("chat.py", "r", runs, "--max_new_tokens=4", stdin="hear me\né\nspeak\n")
+    done = call("chat", "r", runs, "--max_new_tokens=4", stdin="hear me\né\nspeak\n")
     assert done.returncode == 0, done.stderr
     assert "its tokenizer cannot write the chat template" in done.stderr
     assert "U+00E9" in done.stderr

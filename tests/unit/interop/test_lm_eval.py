@@ -280,7 +280,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path
     other = evaluate(EvaluationRequest("tuned", runs), every)
     assert other is not None
     for a in ("plain", str(tmp_path), "plain/step_00000060"):
-        compared = ask("compare.py", a, "tuned", "--only=tasks", "--json", folder=folder)["metrics"]
+        compared = ask("compare", a, "tuned", "--only=tasks", "--json", folder=folder)["metrics"]
         assert set(compared) == {
             *("own_endings acc", "own_endings acc_norm", "own_texts bits_per_byte"),
             "own_answers exact_match",

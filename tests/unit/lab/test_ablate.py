@@ -1,4 +1,4 @@
-"""scripts/ablate.py: what it rejects, what it reads off the curves, and that nothing finished is run again."""
+"""gpt2lab ablate: what it rejects, what it reads off the curves, and that nothing finished is run again."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> N
         (["--out=x", "--max_lrr", "1", "2"], "unknown flag --max_lrr: did you mean --max_lr?"),
         (
             ["--out=x", "--qqqq", "1", "2"],
-            "unknown flag --qqqq: see python scripts/ablate.py --help",
+            "unknown flag --qqqq: see gpt2lab ablate --help",
         ),
         (
             ["--max_lr", "1e-3"],
@@ -376,7 +376,7 @@ def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> N
 def test_a_comparison_that_means_nothing_is_one_line(
     tmp_path: Path, words: list[str], says: str
 ) -> None:
-    done = launch.call("ablate.py", *words, folder=tmp_path)
+    done = launch.call("ablate", *words, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1

@@ -103,7 +103,7 @@ def blinded(run: Path, copy: Path) -> None:
 
 
 def asked(folder: Path, a: str, b: str) -> dict[str, Any]:
-    answer = ask("compare.py", a, b, "--explain", "--only=validation", "--json", folder=folder)
+    answer = ask("compare", a, b, "--explain", "--only=validation", "--json", folder=folder)
     return dict(answer["explain"])
 
 
@@ -114,7 +114,7 @@ def groups(found: dict[str, Any], by: str) -> dict[str, dict[str, Any]]:
 
 def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
     answer = ask(
-        "compare.py", "both", "letters", "--explain", "--only=validation", "--json", folder=folder
+        "compare", "both", "letters", "--explain", "--only=validation", "--json", folder=folder
     )
     found, whole = answer["explain"], answer["metrics"]["val_loss"]
     assert len(found["splits"]) == 6
@@ -487,7 +487,7 @@ def test_losses_written_are_losses_read(tmp_path: Path, folder: Path) -> None:
 
 def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path) -> None:
     words = ("both", "letters", f"--checkpoint_dir={folder / 'runs'}", "--explain", "--json")
-    answer = call("compare.py", *words).stdout
+    answer = call("compare", *words).stdout
     (tmp_path / "it.json").write_text(answer)
     groups = [g for split in json.loads(answer)["explain"]["splits"] for g in split["groups"]]
     known = [g for g in groups if g["part_low"] is not None]
@@ -496,13 +496,13 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
         middle = (one["part_low"] + one["part_high"]) / 2
         assert middle == pytest.approx(one["part"], abs=1e-12)
         assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
-    done = call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    done = call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "it.svg").read_text()
     for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
         assert f"<!-- {name}" in picture
     plain = '{"a": "x", "b": "y", "metrics": {"val_loss": {"difference": 0.1}}}'
-    done = call("plot.py", "--compare", tmp_path / "other.json")
+    done = call("plot", "--compare", tmp_path / "other.json")
     assert "other.json: no comparison with intervals (No such file or directory); " in done.stderr
     for text, why in ((plain, "it lacks 'over_units'"), ("[]", "another shape"), ("a", "not JSON")):
         (tmp_path / "other.json").write_text(text)

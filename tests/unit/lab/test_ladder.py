@@ -266,7 +266,7 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
 
     assert ladder.main(["predict", *words, "--parameters=1M", "--tokens=1M"]) == 0
     assert "1,000,000 parameters, 1,000,000 tokens: loss " in capsys.readouterr().out
-    done = launch.call("plot.py", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
+    done = launch.call("plot", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
     assert done.returncode == 0, done.stderr
     assert "top rung, trained" in (tmp_path / "l.svg").read_text()
 
@@ -289,7 +289,7 @@ def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_ou
     score, at = json.loads(actual.read_text())["score"], written["loss"]
     assert score["seconds_after_prediction"] > 0
     assert score["inside_interval"] == (at["low"] <= statistics.mean(score["losses"]) <= at["high"])
-    page = (REPOSITORY / "docs" / "planning.md").read_text()
+    page = (REPOSITORY / "docs" / "scaling_laws.md").read_text()
     verdict = "inside" if score["inside_interval"] else "**outside**"
     assert f"| [{score['loss']:.3f}](ladders/{actual.name}), {verdict} |" in page
     width = score["half_width_percent"]

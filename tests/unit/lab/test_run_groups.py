@@ -90,7 +90,7 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
     assert answer["metrics"]["quiz acc"]["unit"] is None
     (tmp_path / "it.json").write_text(json.dumps(answer))
-    done = launch.call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    done = launch.call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "it.svg").read_text()
     for text in ("quiz acc", "acc_norm", "B - A, nats/token", "over seeds (95 %)", "a_*    B  b_*"):

@@ -158,7 +158,7 @@ def test_what_cannot_be_decided_is_one_line(
     flags = [flag for flag in FLAGS if not flag.startswith("--max_tokens")]
     out = tmp_path / "out"
     done = launch.call(
-        "ablate.py", settings, f"--out={out}", *words, *flags, f"--data_dir={tiny_data}"
+        "ablate", settings, f"--out={out}", *words, *flags, f"--data_dir={tiny_data}"
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {says}")
@@ -209,12 +209,12 @@ def test_real_runs_stop_when_they_are_decided(
     assert (cold["over_units"]["paired"], cold["over_units"]["n"]) == (True, 20)
 
     pair = (f"{tmp_path / 'out'}/base_seed*", f"{tmp_path / 'out'}/windows_seed*")
-    groups = launch.call("compare.py", *pair, "--json")
+    groups = launch.call("compare", *pair, "--json")
     answer = json.loads(groups.stdout)
     assert answer["seeds"] == [1, 2, 3, 4, 5]
     assert answer["over_seeds"] == pytest.approx(windows["over_seeds"])
     assert answer["over_units"] == pytest.approx(windows["over_units"])
-    assert "not decided: B - A is " in launch.call("compare.py", *pair).stdout
+    assert "not decided: B - A is " in launch.call("compare", *pair).stdout
     assert answer["p_holm"] == pytest.approx(answer["over_seeds"]["p"])
     for names, says in (
         ((pair[0], f"{tmp_path / 'out'}/cold_seed*"), "seed 5 is in "),
@@ -225,6 +225,6 @@ def test_real_runs_stop_when_they_are_decided(
         ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
         ((*pair, "--smallest_difference=0"), "--smallest_difference 0 must be a number above 0"),
     ):
-        done = launch.call("compare.py", *names)
+        done = launch.call("compare", *names)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
         assert done.stderr.count("\n") == 1

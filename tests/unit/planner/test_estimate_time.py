@@ -38,7 +38,7 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
     )
     assert answer.returncode == 0, answer.stderr[-500:]
     imported = set(re.findall(r"^import time:.*\| +(\w+)[\w.]*$", answer.stderr, re.MULTILINE))
-    assert "tyro" in imported  # the list is really what was imported
+    assert "argparse" in imported  # the list is really what was imported
     assert not imported & {"torch", "scipy", "matplotlib", "pyarrow", "datasets", "transformers"}
     if "CPU" in answer.stdout:
         assert "not calibrated" in answer.stdout
@@ -66,11 +66,11 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
 def test_json_is_one_object_with_every_key_in_every_mode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    from gpt2lab.commands.command_line import run_tyro
+    from gpt2lab.commands.parser import parse_flags
 
     (tmp_path / "runs").mkdir()
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}", "--json"]
-    assert estimate_time.answer(run_tyro(EstimateRequest, flags)) in (0, 3)
+    assert estimate_time.answer(parse_flags(EstimateRequest, flags)) in (0, 3)
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == 1
@@ -194,13 +194,13 @@ REFUSALS = {
 def test_what_cannot_be_is_one_line_and_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from gpt2lab.commands.command_line import run_tyro
     from gpt2lab.commands.entry import run
+    from gpt2lab.commands.parser import parse_flags
 
     flags, code, word = REFUSALS[what]
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}"]
     monkeypatch.setattr(sys, "argv", ["estimate_time.py", *flags])
-    assert run(lambda argv: estimate_time.answer(run_tyro(EstimateRequest, argv))) == code
+    assert run(lambda argv: estimate_time.answer(parse_flags(EstimateRequest, argv))) == code
     out, err = capsys.readouterr()
     if code in (2, 4):
         assert out == ""
@@ -245,12 +245,12 @@ def test_a_model_too_large_names_a_few_cards_that_it_fits(
 
 def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
     words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
-    code, said, error = call("memory_check.py", *words)
+    code, said, error = call("doctor", *words)
     assert (code, said, error.count("\n")) == (2, "", 1)
     assert all(f"unknown flag --{name}" in error for name in ("deadline", "report", "explain"))
-    code, said, error = call("memory_check.py", "--nodes=2")
+    code, said, error = call("doctor", "--nodes=2")
     assert (code, said, error.count("\n")) == (2, "", 1)
-    assert call("memory_check.py", "--gpu=H100", "--price=3", "--json").returncode == 0
+    assert call("doctor", "--gpu=H100", "--price=3", "--json").returncode == 0
 
 
 @pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])

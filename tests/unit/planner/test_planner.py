@@ -29,7 +29,7 @@ from gpt2lab.training.progress import Interval, total
 pytestmark = pytest.mark.usefixtures("no_user_file")
 examples = rules(derandomize=True, max_examples=60, deadline=None)
 NVLINK = ("A100", "H100", "H200", "B200")
-PUBLIC = {  # tokens a second and card; sources in docs/planning.md
+PUBLIC = {  # tokens a second and card; sources in docs/log/2026.md
     "llm.c 124M, 8 x H100": ("H100", "gpt2", 468e3, True),
     "modded-nanogpt baseline, torch 2.5, 8 x H100": ("H100", "gpt2", 462e3, True),
     "modded-nanogpt AdamW, torch 2.3, 8 x H100": ("H100", "gpt2", 332e3, True),

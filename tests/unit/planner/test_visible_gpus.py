@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.commands import gpu_info
+from gpt2lab.commands import doctor
 from gpt2lab.planner import machine
 
 # Answers any --query-gpu with the columns that it asks for: a full card of another job, and two free ones.
@@ -68,7 +68,7 @@ def test_hidden_cards_leave_the_processor(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert machine.look().is_cpu
-    assert gpu_info.main([]) == 0
+    assert doctor.main([]) == 0
     assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
 
 
@@ -80,8 +80,8 @@ def test_of_a_mig_slice_nothing_is_known(
     found = machine.look()
     assert (len(found.gpus), found.is_cpu, found.native_bf16) == (1, False, True)
     assert found.free_memory(1) is None
-    gpu_info.main(["--json"])
+    doctor.main(["--json"])
     (card,) = json.loads(capsys.readouterr().out)["gpus"]
     assert (card["memory_free"], card["memory_total"], card["peak_flops"]) == (None, None, None)
-    gpu_info.main([])
+    doctor.main([])
     assert "n/a" in capsys.readouterr().out

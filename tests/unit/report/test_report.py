@@ -1,4 +1,4 @@
-"""scripts/report.py: what the page says, and that nothing a model writes can act in it, seen by a real browser."""
+"""gpt2lab report: what the page says, and that nothing a model writes can act in it, seen by a real browser."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def text_of(page: str) -> str:
 
 def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
     append(run_dir, message="the wall is on fire")
-    code, said, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    code, said, error = call("report", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "report.html")), error
     page = (run_dir / "report.html").read_text()
     text = text_of(page)
@@ -178,7 +178,7 @@ def test_several_runs_share_a_page(run_dir: Path, tmp_path: Path) -> None:
     lines = (begun / "metrics.jsonl").read_text().splitlines(keepends=True)
     (begun / "metrics.jsonl").write_text(lines[0])
     out = tmp_path / "all.html"
-    code, said, error = call("report.py", run_dir, begun, other, "--out", out)
+    code, said, error = call("report", run_dir, begun, other, "--out", out)
     assert (code, said.strip()) == (0, str(out)), error
     page = out.read_text()
     text = text_of(page)
@@ -236,9 +236,9 @@ def test_an_event_of_another_shape_is_left_out_and_named(
     where = f"{run_dir / 'metrics.jsonl'} line {number}: not an event of gpt2lab ({kind}: '{name}'"
     if name == "time":
         where = where.replace(f"{kind}: ", "")
-    status = call("status.py", "--checkpoint_dir", run_dir.parent)
+    status = call("status", "--checkpoint_dir", run_dir.parent)
     assert (status.returncode, where in status.stdout) == (0, True), status
-    for program in ("report.py", "plot.py"):
+    for program in ("report", "plot"):
         done = call(program, "r", "--checkpoint_dir", run_dir.parent)
         assert (done.returncode, where in done.stderr) == (0, True), done
         warn_once.cache_clear()
@@ -260,7 +260,7 @@ def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
 ) -> None:
     (run_dir / "evaluations").mkdir()
     (run_dir / name).write_text(json.dumps(content))
-    code, _, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    code, _, error = call("report", "r", "--checkpoint_dir", run_dir.parent)
     assert code == 0
     (line,) = [line for line in error.splitlines() if name in line]
     assert line.startswith(f"warning: {run_dir / name}: {said}")
@@ -271,7 +271,7 @@ def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
     kept = "".join(line for line in lines if '"event": "begin"' not in line)
     (run_dir / "metrics.jsonl").write_text(kept)
     assert "step 4 " in text_of(render(run_dir))
-    said = call("status.py", "--checkpoint_dir", run_dir.parent).stdout
+    said = call("status", "--checkpoint_dir", run_dir.parent).stdout
     assert "4/n/a" in said
 
 
@@ -342,7 +342,7 @@ def test_a_report_that_cannot_be_written_is_one_line(
     (damaged / "metrics.jsonl").write_text("no\n")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty", "DAMAGED": damaged}
-    code, said, error = call("report.py", *(names.get(word, word) for word in words))
+    code, said, error = call("report", *(names.get(word, word) for word in words))
     assert (code, said) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -416,7 +416,7 @@ def test_hostile_text_is_shown_and_does_nothing(
     other = f'"\'><script>{ACTS}<script><img src=x onerror="{ACTS}">'
     shutil.copytree(run_dir, run_dir.with_name(other))
     name, page = html.escape(f"r, {other}", quote=False), tmp_path / "page.html"
-    code, _, error = call("report.py", run_dir, run_dir.with_name(other), "--out", page)
+    code, _, error = call("report", run_dir, run_dir.with_name(other), "--out", page)
     assert code == 0, error
     document = browse(page, "--dump-dom")
     assert f"<title>{name}</title>" in document

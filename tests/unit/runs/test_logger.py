@@ -193,7 +193,7 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
     said = capsys.readouterr().err
     assert said.startswith(f"warning: {tmp_path / 'metrics.jsonl'} line 2: not ")
     assert said.count("\n") == 1, "once a process"
-    assert f"repair_log.py {tmp_path}" in said
+    assert f"gpt2lab runs repair-log {tmp_path}" in said
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
 
 

@@ -183,9 +183,9 @@ def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir: Path) -> N
         file.write(b'{"event": "step"')
     spoilt, expected = log.read_bytes(), read_events(run_dir)
     with contextlib.closing(RunFolder(run_dir)):
-        code, _, error = call("repair_log.py", run_dir)
+        code, _, error = call("runs repair-log", run_dir)
         assert (code, "in use by" in error) == (2, True)
-    code, said, error = call("repair_log.py", run_dir)
+    code, said, error = call("runs repair-log", run_dir)
     assert (code, error) == (0, "")
     assert "metrics.jsonl line 5: not JSON" in said
     assert "metrics.jsonl line 600: not JSON" in said
@@ -196,7 +196,7 @@ def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir: Path) -> N
     assert log.read_bytes().endswith(b"\n")
     assert_says_what_the_log_says(run_dir)
     repaired = log.read_bytes()
-    assert "no damaged line" in call("repair_log.py", run_dir)[1]
+    assert "no damaged line" in call("runs repair-log", run_dir)[1]
     assert log.read_bytes() == repaired
     assert list(run_dir.glob("metrics.jsonl.damaged-*")) == [original]
 

@@ -1,4 +1,4 @@
-"""scripts/status.py, plot.py and resume_command.py: read from a run's files, also while it trains or after it died."""
+"""status, plot and runs resume-command: read from a run's files, also while it trains or after it died."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.commands import plot, resume_command
 from gpt2lab.commands.resume_command import plan_continuation, write
-from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
@@ -36,11 +35,8 @@ from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.runs.target import find_folder
-from gpt2lab.training.resolve import resolve
 from launch import call
 from tiny import parse, pretrain
-
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +97,7 @@ def test_status_of_a_complete_run(run_dir: Path) -> None:
     assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
     assert status.loss == steps[12]["loss"]
     assert status.heartbeat_seconds is not None
-    code, said, _ = call("status.py", "--checkpoint_dir", run_dir.parent)
+    code, said, _ = call("status", "--checkpoint_dir", run_dir.parent)
     assert code == 0
     assert "completed  12/12" in said
 
@@ -139,7 +135,7 @@ def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir:
     rewrite_status(run_dir, state="failed", exit_code=76)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write("not json\n")
-    said = call("status.py", "--checkpoint_dir", run_dir.parent)[1]
+    said = call("status", "--checkpoint_dir", run_dir.parent)[1]
     assert "failed (76)" in said
     assert "not JSON" in said.splitlines()[-1]
 
@@ -175,15 +171,15 @@ def test_what_this_user_may_not_read_hides_no_run(
 
 
 def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
-    assert call("status.py", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
-    assert "no runs in" in call("status.py", "--checkpoint_dir", tmp_path)[1]
+    assert call("status", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
+    assert "no runs in" in call("status", "--checkpoint_dir", tmp_path)[1]
     for words in (["--checkpoint_dir", "nowhere"], ["--watch", "0"], ["--watch", "1", "--json"]):
-        code, said, error = call("status.py", *words)
+        code, said, error = call("status", *words)
         assert (code, said, error.count("\n")) == (2, "", 1)
 
 
 def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "status.py"), "--watch=0.1"]
+    command = [*launch.words_of("status"), "--watch=0.1"]
     command += [f"--checkpoint_dir={run_dir.parent}"]
     # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -247,10 +243,10 @@ def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
 
 
 def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
-    code, said, error = call("plot.py", "r", "--checkpoint_dir", run_dir.parent)
+    code, said, error = call("plot", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "plot.png")), error
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
-    code, _, error = call("plot.py", run_dir, other, "--out", tmp_path / "both.png")
+    code, _, error = call("plot", run_dir, other, "--out", tmp_path / "both.png")
     assert code == 0, error
     for path in (run_dir / "plot.png", tmp_path / "both.png"):
         content = path.read_bytes()
@@ -262,7 +258,7 @@ def test_svg_pictures_follow_the_colours_of_the_page(run_dir: Path, tmp_path: Pa
     out = tmp_path / "x.svg"
     table = Path(__file__).parents[3] / "docs" / "benchmarks.json"
     for words in ([run_dir, "--only_loss"], ["--speeds", table]):
-        code, _, error = call("plot.py", *words, "--out", out)
+        code, _, error = call("plot", *words, "--out", out)
         assert code == 0, error
         picture = out.read_text()
         assert "prefers-color-scheme:dark" in picture
@@ -349,7 +345,7 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
         {"setting": "wide", "curves": [seed(t100=3.9, t200=2.8)]},
     ]
     (tmp_path / "ablation.json").write_text(json.dumps({"settings": settings}))
-    code, said, error = call("plot.py", "--ablation", tmp_path)
+    code, said, error = call("plot", "--ablation", tmp_path)
     assert (code, said.strip()) == (0, str(tmp_path / "ablation.png")), error
     # Beside the curves, the differences: as an ablation writes them.
     differences = {"wide": [-0.1, -0.3, -0.2, -0.2], "alone": [0.1]}
@@ -366,7 +362,7 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
     (tmp_path / "ablation.json").write_text(content)
     out = tmp_path / "hours.svg"
     words = ["--x", "hours", "--log", "xy", "--out", out]
-    code, _, error = call("plot.py", "--ablation", tmp_path, *words)
+    code, _, error = call("plot", "--ablation", tmp_path, *words)
     assert code == 0, error
     ElementTree.fromstring(out.read_text())
 
@@ -395,7 +391,7 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty"}
-    code, said, error = call("plot.py", *(names.get(word, word) for word in words))
+    code, said, error = call("plot", *(names.get(word, word) for word in words))
     assert (code, said) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -413,7 +409,7 @@ _INTERVAL = {"mean": 1, "low": 0, "high": 2}
     [
         ("--speeds", "file.json", [], "no table of speeds (another shape); docs/"),
         ("--speeds", "file.json", {"tokens_per_second": {}}, "no table of speeds (another shape)"),
-        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); scripts/"),
+        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); gpt2lab "),
         (
             *("--ladder", "ladder.json"),
             {"rungs": [], "curves": 3, "prediction": None, "score": None},
@@ -450,7 +446,7 @@ def test_a_file_of_another_shape_is_one_line(
 def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     more = ["--max_steps", "14", "--allow_change", "max_steps"]
     by_name = ["r", "--checkpoint_dir", run_dir.parent]
-    code, command, notes = call("resume_command.py", *by_name, *more)
+    code, command, notes = call("runs resume-command", *by_name, *more)
     assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
     python, program, *argv = shlex.split(command)
     assert Path(shutil.which(python) or "").absolute() == Path(sys.executable)
@@ -459,12 +455,10 @@ def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     assert max(launch.steps(run_dir)) == 14
 
 
-@pytest.mark.parametrize(
-    ("flag", "output"), [("--image=x", "--output k8s"), ("--accelerator=A100", "--output sky")]
-)
-def test_a_flag_of_another_kind_of_job_is_rejected(run_dir: Path, flag: str, output: str) -> None:
-    with pytest.raises(ConfigError, match=f"goes with {output}"):
-        resume_command.main([str(run_dir), flag])
+def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir: Path) -> None:
+    for output, file in (("k8s", "kubernetes"), ("sky", "skypilot")):
+        with pytest.raises(ConfigError, match=f"here it is examples/{file}.yaml"):
+            resume_command.main([str(run_dir), f"--output={output}"])
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
@@ -478,9 +472,8 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command
-    for output in ("slurm", "k8s", "sky"):  # they are started again: each time from the same step
-        with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
-            write(found, output=output)
+    with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
+        write(found, output="slurm")  # it is started again: each time from the same step
     found = plan_continuation(str(run_dir), num_gpus=2, argv=[])
     for output in ("script", "slurm"):
         text = write(found, output=output)
@@ -491,40 +484,6 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
     text = write(on_gpus, output="slurm")
     for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
         assert part in text
-
-
-def test_a_job_of_skypilot_names_the_folders_where_they_are_mounted(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs and data lie inside the checkout, or elsewhere; the command in it resumes where the mounts are."""
-    home = tmp_path / "home"
-    checkout = run_dir.parent.parent
-    data = Path(json.loads((run_dir / "config.json").read_text())["data_dir"])
-    (checkout / "data").mkdir(exist_ok=True)
-    inside = shutil.copytree(data, checkout / "data" / "copy")
-    monkeypatch.setattr("gpt2lab.paths.REPOSITORY", checkout)
-    for place, more in ((data, []), (inside, [f"--data_dir={inside}"])):
-        plan = plan_continuation(str(run_dir), num_gpus=None, argv=[*more, "--log_freq=2"])
-        content = json.loads(write(plan, output="sky"))
-        runs_at, *data_at = content["file_mounts"]
-        assert runs_at == f"~/sky_workdir/{run_dir.parent.name}"
-        bucket = content["file_mounts"][runs_at]
-        assert (bucket["source"], bucket["mode"]) == (str(run_dir.parent), "MOUNT")
-        assert re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", bucket["name"])
-        assert data_at == [str(data) if place == data else "~/sky_workdir/data/copy"]
-        words = shlex.split(content["run"])
-        argv = words[words.index("src/train.py") + 1 :]
-        monkeypatch.setenv("HOME", str(home))
-        home.mkdir(exist_ok=True)
-        if not (home / "sky_workdir").exists():
-            (home / "sky_workdir").symlink_to(checkout)
-        start = resolve(parse(argv), world_size=1, set_aside=False)
-        assert start.run_dir == home / "sky_workdir" / run_dir.parent.name / run_dir.name
-        assert start.data.folder == Path(data_at[0]).expanduser()
-        assert to_flat(start.config)["log_freq"] == 2
-    monkeypatch.setattr("gpt2lab.paths.IS_CHECKOUT", False)
-    with pytest.raises(ConfigError, match="--output sky: copies a checkout"):
-        write(plan, output="sky")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""scripts/rebuild_tensorboard.py: the same points as a run's own mirror, and never while the run goes on."""
+"""gpt2lab runs rebuild-tensorboard: the same points as a run's own mirror, and never while the run goes on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(
 ) -> None:
     own = points(run_dir / "tensorboard")
     assert [step for step, _ in own["Loss/train"]] == [1, 2, 3, 4]
-    assert "tensorboard: 9 events" in ask("rebuild_tensorboard.py", "tiny", folder=tmp_path)
+    assert "tensorboard: 9 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
     assert points(run_dir / "tensorboard") == own
     (file,) = (run_dir / "tensorboard").iterdir()
     read = EventAccumulator(str(file))
@@ -52,13 +52,13 @@ def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(
 def test_a_run_that_goes_on_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
     before = sorted((run_dir / "tensorboard").iterdir())
     with contextlib.closing(RunFolder(run_dir)):
-        code, line = ask("rebuild_tensorboard.py", "tiny", folder=tmp_path)
+        code, line = ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
     assert (code, "in use by process" in line) == (2, True)
     assert sorted((run_dir / "tensorboard").iterdir()) == before
 
 
 def test_what_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs" / "empty").mkdir(parents=True)
-    assert "no run of this name" in ask("rebuild_tensorboard.py", "nothing", folder=tmp_path)[1]
-    assert "not the folder of a run" in ask("rebuild_tensorboard.py", "empty", folder=tmp_path)[1]
+    assert "no run of this name" in ask("runs rebuild-tensorboard", "nothing", folder=tmp_path)[1]
+    assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]
     assert list((tmp_path / "runs" / "empty").iterdir()) == []

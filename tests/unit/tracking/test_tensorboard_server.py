@@ -1,4 +1,4 @@
-"""scripts/show_tensorboard.py: one server, for this machine only, that ends by its own pid file and nothing else."""
+"""gpt2lab runs tensorboard: one server, for this machine only, that ends by its own pid file and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def show(folder: Path, *words: object) -> tuple[int, str, str]:
-    return script("show_tensorboard.py", "--checkpoint_dir", folder, *words)
+    return script("runs tensorboard", "--checkpoint_dir", folder, *words)
 
 
 def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     for name in os.environ:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    what = "--track and runs.py sync, read back, no server"
+    what = "--track and runs sync, read back, no server"
     works_with("wandb", version("wandb"), what)
     works_with("trackio", version("trackio"), what)
     works_with("mlflow", version("mlflow-skinny"), what)
@@ -453,7 +453,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
         ).stdout
 
     def check(name: str) -> None:
-        send = (launch.REPOSITORY / "scripts" / "runs.py", "sync", run_dir, f"--to={name}")
+        send = (launch.REPOSITORY / "scripts" / "runs", "sync", run_dir, f"--to={name}")
         assert f"events sent to {name}" in call(name, *send)
         assert f"{name} has all events" in call(name, *send)
         found = call(name, "-c", READ_BACK[name]).splitlines()[-1]

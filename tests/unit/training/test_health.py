@@ -256,7 +256,7 @@ def test_rewound_and_skipped_steps_replay_as_they_went(
     assert [e["updated"] for e in run.events("step", attempt=2)] == [False, True, True]
     for steps in ("10:13", "14:16"):
         done = launch.call(
-            "replay.py", "tiny", f"--steps={steps}", f"--checkpoint_dir={run.path.parent}"
+            "replay", "tiny", f"--steps={steps}", f"--checkpoint_dir={run.path.parent}"
         )
         assert done.returncode == 0, done
         assert "every bit as logged" in done.stdout

@@ -33,7 +33,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
 def test_a_training_run_parses_once_and_builds_one_order_per_split(
     tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parses = count_calls(monkeypatch, command_line, "run_tyro")
+    parses = count_calls(monkeypatch, command_line, "read_words")
     orders = count_calls(monkeypatch, Order, "__init__")
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     assert len(parses) == 1
@@ -45,7 +45,7 @@ def test_a_resume_with_a_preset_hashes_the_checkpoint_once(
 ) -> None:
     pretrain(parse([*tiny_flags, "--max_steps=4", "--stop_after_steps=2"]))
     hashed = count_calls(monkeypatch, manifest, "verify")
-    parses = count_calls(monkeypatch, command_line, "run_tyro")
+    parses = count_calls(monkeypatch, command_line, "read_words")
     start = resolved([*tiny_flags, "--resume=latest", "--preset=1x4090"])
     assert start.checkpoint is not None
     assert hashed == [tmp_path / "runs" / "tiny" / "step_00000002"]

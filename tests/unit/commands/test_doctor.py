@@ -1,4 +1,4 @@
-"""gpt2lab env: what helps with an issue is in it, and what belongs to its writer is not."""
+"""gpt2lab doctor: what helps with an issue is in it, and what belongs to its writer is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whole_run import LAST, Run
 
 
 def test_it_prints_versions_and_hardware() -> None:
-    code, said, error = launch.call("env.py")
+    code, said, error = launch.call("doctor")
     assert (code, error) == (0, "")
     for name in ("torch", "numpy", "safetensors"):
         assert f"  {name:<16} {importlib.metadata.version(name)}\n" in said
@@ -25,8 +25,8 @@ def test_it_prints_versions_and_hardware() -> None:
     assert said.startswith("versions:\n")
     assert "\nmachine:\n" in said
     assert "run:" not in said
-    found = json.loads(launch.call("env.py", "--json").stdout)
-    assert set(found) == {"versions", "machine"}
+    found = json.loads(launch.call("doctor", "--json").stdout)
+    assert set(found) == {"versions", "machine", "gpus", "topology"}
     assert found["machine"]["cores"] >= 1
     assert set(map(str, found["versions"])) >= {"gpt2lab", "git", "python", "torch", "triton"}
 
@@ -42,7 +42,7 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(
     monkeypatch.setenv("USER", "somebody")
     monkeypatch.setattr(platform, "node", lambda: "tiny-host")
     monkeypatch.setattr(platform, "release", lambda: "6.1.0-tiny-host-somebody")
-    code, said, error = launch.call("env.py", home / "runs" / "tiny", "--json")
+    code, said, error = launch.call("doctor", home / "runs" / "tiny", "--json")
     assert (code, error) == (0, "")
     run = json.loads(said)["run"]
     assert (run["folder"], run["state"], run["step"]) == ("~/runs/tiny", "completed", LAST)
@@ -55,10 +55,10 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(
     config = json.loads((home / "runs" / "tiny" / "config.json").read_text())
     for change, same in (({"checkpoint_dir": "/else"}, True), ({"seed": 5}, False)):
         (home / "runs" / "tiny" / "config.json").write_text(json.dumps(config | change))
-        other = json.loads(launch.call("env.py", home / "runs" / "tiny", "--json").stdout)["run"]
+        other = json.loads(launch.call("doctor", home / "runs" / "tiny", "--json").stdout)["run"]
         assert (other["settings_sha256"] == run["settings_sha256"]) == same
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
-    code, line = launch.ask("env.py", "nosuch", folder=tmp_path)
+    code, line = launch.ask("doctor", "nosuch", folder=tmp_path)
     assert (code, line[:23]) == (2, "error: nosuch: no run o")

@@ -1,8 +1,0 @@
-"""Delete, archive or sync runs."""
-
-import sys
-
-from _bootstrap import run
-
-if __name__ == "__main__":
-    sys.exit(run("runs"))

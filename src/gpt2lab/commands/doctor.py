@@ -1,0 +1,254 @@
+"""Check this machine: versions, processor, GPUs; with flags of a run to come, whether its memory fits.
+
+gpt2lab doctor
+gpt2lab doctor gpt2-124m --json
+gpt2lab doctor --model gpt2 --mini_batch_size 32
+gpt2lab doctor --model gpt2-xl --gpu H100
+
+What it prints can be pasted into an issue: it has no secret, host name or user name, no environment variable and no
+argument of a command, and a path below the home folder begins with ~. Flags that describe a run are those of gpt2lab
+estimate; the exit code is 3 if the run does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import __version__, fmt, paths
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument
+from gpt2lab.distributed import processor
+from gpt2lab.planner import hardware, machine, reports
+from gpt2lab.planner.ask import JobFlags, Predictor, check_job
+from gpt2lab.planner.estimate import Estimate
+from gpt2lab.planner.machine import GpuState
+from gpt2lab.planner.memory import PARTS
+from gpt2lab.planner.reports import GIB
+
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers")
+_NOT_THROTTLED = (None, "0x0000000000000000", "0x0000000000000001")  # no event, or idle
+_OF_DOCTOR = ("json", "checkpoint_dir")  # flags that say nothing of a run to come
+_COMMON = (  # flags of the short help
+    *("run", "model", "gpu", "gpus", "mini_batch_size", "context_length", "parallel"),
+    *("activation_checkpointing", "data_dir", "checkpoint_dir", "json"),
+)
+
+
+@dataclass(frozen=True)
+class Doctor(JobFlags):
+    """Check this machine, and whether a run to come fits its memory."""
+
+    run: str | None = argument("a run, by name or folder, whose facts to add", default=None)
+
+
+def main(argv: list[str]) -> int:
+    """Print what was found, or one JSON object; return 3 if the run that flags describe does not fit.
+
+    Raises: ConfigError for settings that cannot work, or a run that does not exist.
+    """
+    flags = parse_flags(Doctor, argv, about=__doc__, common=_COMMON)
+    gpus = machine.look().gpus
+    facts: dict[str, Any] = {"versions": _versions(), "machine": _machine(gpus)}
+    if flags.run is not None:
+        facts["run"] = _run(flags.run, flags.checkpoint_dir)
+    needs = _predict(flags) if _describes_a_run(flags) else None
+    if flags.json:
+        facts |= {"gpus": [_as_json(gpu) for gpu in gpus], "topology": _topology(gpus) or None}
+        facts = _without_names(facts)
+        if needs is not None:
+            facts["memory"] = reports.as_json(needs[0], profile_name=needs[1], window=None)
+        print(json.dumps(facts, allow_nan=False))
+    else:
+        _print_facts(_without_names(facts))
+        print(_without_names(_about_gpus(gpus)))
+        if needs is not None:
+            print(_about_memory(needs[0]))
+    return 3 if needs is not None and needs[0].memory.fits is False else 0
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    for group, found in facts.items():
+        print(f"{group}:")
+        for name, value in found.items():
+            words = {"None": "n/a", "True": "yes", "False": "no"}
+            print(f"  {name:<16} {words.get(str(value), value)}")
+
+
+def _versions() -> dict[str, Any]:
+    """Return what is installed; None for what is not. Nothing of it is imported."""
+    from gpt2lab.runs.folder import git_commit
+
+    found: dict[str, Any] = {"gpt2lab": __version__, "git": git_commit()}
+    found["python"] = f"{platform.python_implementation()} {platform.python_version()}"
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _machine(gpus: tuple[GpuState, ...]) -> dict[str, Any]:
+    total, free = machine.total_memory(), machine.available_memory()
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cpu": processor.cpu_name(),
+        "cores": processor.cores(),
+        "bf16": processor.has_bf16(),
+        "memory_gib": None if total is None else round(total / GIB, 1),
+        "free_gib": None if free is None else round(free / GIB, 1),
+        "load_average": round(machine.load_average(), 2),
+        "driver": gpus[0].driver if gpus else None,
+    }
+
+
+def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
+    """Return what identifies a run: hashes, counts and where it trained; never its text or its command.
+
+    Raises: ConfigError if there is no such run.
+    """
+    from gpt2lab.config.settings import is_path, to_flat
+    from gpt2lab.runs import history, overview
+
+    folder = history.find_run(name, checkpoint_dir=checkpoint_dir)
+    settings = to_flat(history.read_config(folder))
+    # Two runs with the same settings have the same hash wherever they lie.
+    plain = {
+        key: value for key, value in settings.items() if not is_path(key) and key != "run_name"
+    }
+    status = overview.read_run(folder)
+    facts = history.read_json(folder / "run.json") or {}
+    trained_on = facts.get("environment") or {}
+    names = ("torch", "device", "world_size", "dtype", "parallel", "compile")
+    return {
+        "folder": paths.display_path(folder),
+        "model": settings["model"],
+        "state": status.state,
+        "exit_code": status.exit_code,
+        "step": status.step,
+        "max_steps": status.last_step,
+        "checkpoint_step": status.checkpoint_step,
+        "settings_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
+        "data_fingerprint": facts.get("data_fingerprint"),
+        **{f"run_{key}": trained_on.get(key) for key in names if key in trained_on},
+    }
+
+
+def _without_names(facts: Any) -> Any:
+    """Return facts with ~ for the home folder, and *** for the user's and the host's name."""
+    if isinstance(facts, dict):
+        return {key: _without_names(value) for key, value in facts.items()}
+    if isinstance(facts, list):
+        return [_without_names(value) for value in facts]
+    if not isinstance(facts, str):
+        return facts
+    home = os.path.expanduser("~")
+    if home not in ("~", "/"):
+        facts = re.sub(rf"{re.escape(home)}(?=/|$)", "~", facts)
+    for name in {platform.node(), os.environ.get("USER"), Path(home).name} - {None, "", "root"}:
+        facts = re.sub(rf"(?<!\w){re.escape(str(name))}(?!\w)", "***", facts)
+    return facts
+
+
+# -- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def _about_gpus(gpus: tuple[GpuState, ...]) -> str:
+    """Return a table of the GPUs with the peak used for MFU, or why there is none."""
+    if not gpus:
+        has_tool = shutil.which("nvidia-smi")
+        why = "nvidia-smi names none" if has_tool else "nvidia-smi is not on the PATH"
+        if has_tool and "CUDA_VISIBLE_DEVICES" in os.environ:
+            why += f" that CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} leaves visible"
+        return f"no GPU: {why}; training would use the processor"
+    header = ["GPU", "name", "capability", "bf16", "free GiB", "of", "busy", "clock"]
+    lines = [fmt.table([*header, "peak TFLOP/s"], [_cells(gpu) for gpu in gpus])]
+    lines.append("peak = dense bf16 of hardware.json, used for MFU")
+    for gpu in gpus:
+        if gpu.throttle not in _NOT_THROTTLED:
+            why = f"event reasons {gpu.throttle} (nvidia-smi -q -d PERFORMANCE)"
+            lines.append(f"GPU {gpu.index} is throttled: {why}")
+    return "\n".join(filter(None, [*lines, _topology(gpus)]))
+
+
+def _cells(gpu: GpuState) -> list[str]:
+    peak = hardware.peak_flops(gpu.name)
+    sizes = (gpu.memory_free, gpu.memory_total)
+    return [
+        *(str(gpu.index), gpu.name, gpu.capability or "n/a", _bf16(gpu)),
+        *("n/a" if size is None else f"{size / GIB:.1f}" for size in sizes),
+        "n/a" if gpu.utilization is None else f"{gpu.utilization:.0f} %",
+        "n/a" if gpu.clock is None else f"{gpu.clock} MHz",
+        "n/a" if peak is None else f"{peak / 1e12:,.0f}",
+    ]
+
+
+def _as_json(gpu: GpuState) -> dict[str, object]:
+    names = ("index", "name", "memory_total", "memory_free", "utilization", "driver", "capability")
+    found = {name: getattr(gpu, name) for name in names}
+    return found | {"bf16": _bf16(gpu), "peak_flops": hardware.peak_flops(gpu.name)}
+
+
+def _bf16(gpu: GpuState) -> str:
+    if gpu.capability is None:
+        return "n/a"
+    return "yes" if float(gpu.capability) >= 8.0 else "no"
+
+
+def _topology(gpus: tuple[GpuState, ...]) -> str:
+    return machine.smi("topo", "-m").rstrip() if len(gpus) > 1 else ""
+
+
+# -- memory of a run -------------------------------------------------------------------------------------------------
+
+
+def _describes_a_run(flags: Doctor) -> bool:
+    leaves = [leaf for leaf in dataclasses.fields(JobFlags) if leaf.name not in _OF_DOCTOR]
+    return any(getattr(flags, leaf.name) != leaf.default for leaf in leaves)
+
+
+def _predict(flags: Doctor) -> tuple[Estimate, str]:
+    """Return what the planner predicts for the run that the flags describe, and the name of its profile."""
+    check_job(flags)
+    predictor = Predictor(flags, hardware.load())
+    profile = hardware.find_profile(flags.profile, predictor.hardware)
+    job = predictor.job(profile)
+    on, _ = predictor.machine_for(job)
+    return predictor.predict(job, profile, on=on), profile.name
+
+
+def _about_memory(found: Estimate) -> str:
+    """Return the predicted peak of a run by category, beside the memory that is free."""
+    need, tensors, job = found.memory, found.memory.tensors, found.job
+    model = job.config.model
+    head = (
+        f"{model.model} {fmt.count(job.parameters)}, T {model.context_length}, micro-batch {job.micro_batch} x "
+        f"accumulation {job.accumulation} x world {job.world_size}, {job.dtype}, on {found.machine.title}"
+    )
+    rows = [[part.replace("_", " "), f"{getattr(tensors, part) / GIB:.2f}"] for part in PARTS]
+    rows += [["overhead", f"{need.overhead / GIB:.2f}"], ["total", f"{need.needed / GIB:.2f}"]]
+    rows += [["free", "unknown" if need.available is None else f"{need.available / GIB:.2f}"]]
+    table = fmt.table([f"at {tensors.peak_at}", "GiB"], rows)
+    largest = need.largest_micro_batch
+    if need.fits is None:
+        verdict = "the memory of this device is not known"
+    elif need.fits:
+        verdict = (
+            f"fits; the largest micro-batch that leaves {1 - need.target:.0%} free is {largest}"
+        )
+    else:
+        remedy = "not even one sequence at a time does; a smaller --model or --context_length may"
+        if largest:
+            remedy = f"--mini_batch_size {largest} does"
+        verdict = f"does not fit into the {need.target:.0%} of it that a run may use; {remedy}"
+    return "\n".join([head, table, verdict])
