@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2lab.checkpoint import weights
+from gpt2lab.runs import weights
 from launch import REPOSITORY, call
 from tiny import flags_of, parse, pretrain, write_items, write_shards
 
