@@ -59,20 +59,25 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.runs.console import never_wait_for_stderr
 
     never_wait_for_stderr()
-    run(request, recipe, planner=planner_of(actions))
+    from gpt2lab.training.progress import process_began
+
+    run(request, recipe, planner=planner_of(actions), began=process_began())
     return 0
 
 
-def run(request: RunRequest, recipe: Recipe, *, planner: TrainingPlanner) -> Path | None:
+def run(
+    request: RunRequest, recipe: Recipe, *, planner: TrainingPlanner, began: float | None = None
+) -> Path | None:
     """Train, with everything that surrounds a run; return the run's folder where this is the only process.
+
+    `began`: see `pretrain`.
 
     Raises: GPT2LabError.
     """
     from gpt2lab.training.extension import Extensions
-    from gpt2lab.training.progress import process_began
     from gpt2lab.training.resolve import resolve, resolve_to_train
 
-    began, surroundings, start = process_began(), extensions(), None
+    surroundings, start = extensions(), None
     if "RANK" not in os.environ:
         # One rank asks nobody: what cannot work is rejected before torch is imported, which takes seconds.
         if planner.measures(request):  # which needs torch
