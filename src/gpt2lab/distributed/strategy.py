@@ -9,12 +9,13 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -23,13 +24,12 @@ from gpt2lab.config.derived import compiles, compiles_by_region
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.compilation import compile_step
-from gpt2lab.distributed.exact_reduction import ExactReduction
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.sharded_optimizers import sharded
+from gpt2lab.distributed.sharding import sharded
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT
-from gpt2lab.optim.clipping import clip_grad_norm
+from gpt2lab.optim.optimizers import clip_grad_norm
 
 
 @dataclass(frozen=True)
@@ -286,3 +286,50 @@ def missing_for_compile(device: torch.device) -> str | None:
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "no Python.h (install python3-dev)"
     return None
+
+
+class ExactReduction:
+    """Collects the gradients of this rank's micro-batches and sums those of all ranks in global order.
+
+    So 1, 2 or 4 ranks give the same bits. A single process adds its micro-batches' gradients one after another. Here
+    each rank keeps the gradients of its micro-batches apart; the running sum goes from rank to rank, each adds its own
+    in order, and the last broadcasts the total. One rank adds at a time, and it holds one gradient per micro-batch.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._kept: list[torch.Tensor] = []  # each (number of parameters,), in order
+
+    @contextmanager
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """Wrap one forward and backward pass; after the last one every rank holds the full sum."""
+        yield
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self._kept.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        for parameter in parameters:
+            parameter.grad = None
+        if is_last:
+            total, self._kept = self._sum_in_order(self._kept), []
+            sums = torch.split(total, [parameter.numel() for parameter in parameters])
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.grad = gradient.view_as(parameter)
+
+    def _sum_in_order(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        rank, last = self._runtime.rank, self._runtime.world_size - 1
+        if rank == 0:
+            total, rest = kept[0], kept[1:]
+        else:
+            total, rest = torch.empty_like(kept[0]), kept
+            dist.recv(total, src=rank - 1)
+        for gradient in rest:
+            total += gradient
+        if rank < last:
+            dist.send(total, dst=rank + 1)
+        if self._runtime.is_distributed:
+            dist.broadcast(total, src=last)
+        return total
+
+    def sum_losses(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all micro-batches' losses, () nats, in global order."""
+        return sum(torch.cat(self._runtime.gather(torch.stack(losses).cpu())), torch.zeros(()))

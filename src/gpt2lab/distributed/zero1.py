@@ -23,8 +23,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.distributed.buckets import Bucket, Pairs, divide, padded_numbers
-from gpt2lab.distributed.sharded_optimizers import ShardedMuon
-from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, rows_of
+from gpt2lab.distributed.sharding import (
+    ShardedMuon,
+    clip_rows,
+    from_local_rows,
+    local_rows,
+    rows_of,
+)
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon
 

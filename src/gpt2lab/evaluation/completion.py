@@ -22,10 +22,7 @@ from gpt2lab.tokenizers.opening import why_no_text
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a text is drawn.
-
-    The fields are flags of `gpt2lab sample` and `gpt2lab chat`.
-    """
+    """How a text is drawn; flags of `gpt2lab sample` and `gpt2lab chat`."""
 
     max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt", least=1)
     temperature: float = option(1.0, "0 = always the likeliest token")

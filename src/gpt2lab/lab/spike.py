@@ -13,7 +13,7 @@ import torch
 from gpt2lab.checkpoint.state import WINDOW
 from gpt2lab.lab.replay import Replay
 from gpt2lab.model.rng import fold_seed
-from gpt2lab.optim.clipping import sum_of_squares
+from gpt2lab.optim.optimizers import sum_of_squares
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD

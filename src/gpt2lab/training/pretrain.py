@@ -20,7 +20,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.request import RunRequest
-from gpt2lab.distributed.compile_cache import use_cache_folder
+from gpt2lab.distributed.compilation import use_cache_folder
 from gpt2lab.distributed.runtime import (
     Runtime,
     resolve_dtype,

@@ -14,7 +14,7 @@ from gpt2lab.config.resume_policy import describe_change
 from gpt2lab.config.settings import record
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import Mixture
-from gpt2lab.distributed.compile_cache import compiled_so_far
+from gpt2lab.distributed.compilation import compiled_so_far
 from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder

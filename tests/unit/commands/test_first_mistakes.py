@@ -21,7 +21,6 @@ from gpt2lab.data import hub
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview
-from gpt2lab.runs import target as hub
 from gpt2lab.runs.folder import RunFolder
 from launch import SCRIPTS, TRAIN, ask, call
 from whole_run import Run

@@ -10,7 +10,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import launch
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
-from gpt2lab.distributed import compile_cache
+from gpt2lab.distributed import compilation
 from tiny import flags_of, write_items, write_shards
 
 
@@ -23,27 +23,27 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_cache_lies_in_the_users_own_apart_by_processor(home, monkeypatch):
-    compile_cache.use_cache_folder()
+    compilation.use_cache_folder()
     first = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert first.parent == home / ".cache" / "gpt2lab" / "compiled"
     assert first.is_dir()
-    assert first.name == compile_cache._processor()
+    assert first.name == compilation._processor()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
-    compile_cache.use_cache_folder()
+    compilation.use_cache_folder()
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parents[2] == home / "xdg"
 
 
 def test_a_place_of_the_users_choice_is_kept(home, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    compile_cache.use_cache_folder()
+    compilation.use_cache_folder()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     assert not (home / ".cache").exists()
 
 
 def test_a_home_that_cannot_be_written_to_is_no_error(home):
     (home / ".cache").write_text("a file in the way")
-    compile_cache.use_cache_folder()
+    compilation.use_cache_folder()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 

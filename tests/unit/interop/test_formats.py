@@ -462,7 +462,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
 
 def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
     llmc_shards(tmp_path, made_splits())
-    with pytest.raises(DataError, match=r"no train shards .*data\.py import"):
+    with pytest.raises(DataError, match=r"no train shards .*data import"):
         open_data(tmp_path, vocab_size=50304)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2lab.optim.clipping import clip_grad_norm, sum_of_squares
+from gpt2lab.optim.optimizers import clip_grad_norm, sum_of_squares
 
 
 def _with_gradients(*gradients: torch.Tensor) -> nn.Module:
