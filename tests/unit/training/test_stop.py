@@ -264,7 +264,7 @@ def test_a_rejection_of_one_is_everyones(signals, tmp_path):
 )
 def test_a_request_to_stop_is_answered_beside_the_main_thread(monkeypatch, number, ends):
     """The main thread may wait in a collective, and the one that listens must hear the next signal."""
-    monkeypatch.setattr(stop, "ONE_WISH_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "SAME_REQUEST_SECONDS", 0.0)
     signals, heard, answers = stop.Signals(), threading.Event(), []
 
     def answer(number: int, level: int) -> None:
