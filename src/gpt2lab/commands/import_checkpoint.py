@@ -34,7 +34,8 @@ def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -
     before = foreign.best_val_loss
     print(
         f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
-        f"{validation_line(imported.loss, imported.seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
+        f"{validation_line(imported.loss, imported.seconds)}"
+        f"{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
         f"data begins at sample 0: the file does not record the windows that it was trained on\n"
         f"saved as {paths.display_path(imported.folder)}; continue with: "
