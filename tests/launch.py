@@ -23,7 +23,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"
 MAIN = REPOSITORY / "src" / "gpt2lab" / "__main__.py"
 SCRIPTS = REPOSITORY / "scripts"
-LAB = Path(sys.executable).with_name("gpt2lab")  # `gpt2lab VERB`
 WORKERS = REPOSITORY / "tests" / "workers"
 HANG_SECONDS = 1000  # a hung process group must fail its test, not the suite; the slowest takes 150 s when quiet
 
@@ -90,9 +89,16 @@ def python(*words: object, folder: Path = REPOSITORY, **extra: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def words_of(name: str) -> list[str]:
+    """Return the words that start a script, or a verb of `gpt2lab`, as its own program."""
+    if name.endswith(".py"):
+        return [sys.executable, str(SCRIPTS / name)]
+    return [sys.executable, str(MAIN), *name.split()]
+
+
 def script(name: str, *words: object) -> Done:
-    """Run a script as its own program."""
-    return python(SCRIPTS / name, *words)
+    """Run a script or a verb as its own program."""
+    return python(*words_of(name)[1:], *words)
 
 
 _opened: list[Path] | None = None
