@@ -151,12 +151,7 @@ STAGES = ("model.safetensors", "optim.safetensors", "state.json", "manifest.json
 
 
 @pytest.mark.parametrize(
-    ("stage", "newest"),
-    [
-        ("before_rename", 3),
-        *(pytest.param(stage, 3, marks=pytest.mark.slow) for stage in STAGES[:-1]),
-        pytest.param("after_rename", 6, marks=pytest.mark.slow),
-    ],
+    ("stage", "newest"), [*((stage, 3) for stage in STAGES), ("after_rename", 6)]
 )
 def test_a_kill_inside_a_save_leaves_the_checkpoint_that_has_a_name(stage, newest, run):
     run.flags += SHORT

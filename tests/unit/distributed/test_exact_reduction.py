@@ -8,7 +8,6 @@ from whole_run import Run
 
 SHAPE = {"total_batch_size": 192, "mini_batch_size": 1, "eval_freq": 0, "max_steps": 20}
 EXACT = {**SHAPE, "reduce": "exact"}
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

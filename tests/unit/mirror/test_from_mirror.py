@@ -207,7 +207,7 @@ def test_a_folder_lost_after_it_was_checked_stops_no_run(tiny_data, tmp_path, bu
         bucket.rmdir()
         return open_uploader(*args)
 
-    monkeypatch.setattr("gpt2lab.training.pretrain.open_uploader", lose)
+    monkeypatch.setattr("gpt2lab.mirror.extension.open_uploader", lose)
     run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
     run.train()
     assert run.status()["state"] == "completed"
