@@ -50,7 +50,7 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
-	test test-fast test-slow test-faults faults soak syscall-sweep power-cut-replay lint clean
+	test test-fast test-core test-slow test-faults faults soak syscall-sweep power-cut-replay lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -148,6 +148,9 @@ test: $(VENV)/.installed-dev  ## run the tests that take minutes
 
 test-fast: $(VENV)/.installed-dev  ## run the tests that start no program and train nothing
 	$(PY) -m pytest $(foreach name,$(FAST),$(wildcard tests/unit/$(name) tests/unit/$(name).py)) $(ARGS)
+
+test-core: $(VENV)/.installed-dev  ## delete the satellites in a copy: the core trains, resumes, and passes its tests
+	$(PY) .ci/core_alone.py $(SPREAD) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 	$(PY) -m pytest -m slow $(SPREAD) $(ARGS)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt2lab.planner import hardware
-from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
+import loopback
+from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
 from whole_run import LAST, Run
+
+MESSAGES = Path(__file__).with_name("golden") / "messages.json"
+TEMPORARY = re.compile(
+    r"/[^\s']*/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+\d"
+)  # pytest's folder of a test
+# What Python and numpy say in parentheses differs by their version; what we say there does not.
+OF_OTHERS = re.compile(
+    r"(not JSON|not readable as JSON|not a \.npy file|do not restore)"
+    r" \((?!nested|\S+ is not a finite|numpy's).*?\)(?=;|$| \(and)"
+)
 
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
@@ -27,30 +40,31 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+loopback.guard()
+os.environ["HF_HUB_OFFLINE"] = "1"  # nor do programs that the tests start ask the Hugging Face Hub
+
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_data(tmp_path_factory) -> Path:
     """Return a folder with three training shards and one for validation; treat as read-only."""
     folder = tmp_path_factory.mktemp("data") / "tiny"
     return write_shards(folder, train=TRAIN_SHARDS, val=VAL_SHARDS)
 
 
 @pytest.fixture
-def tiny_flags(tiny_data: Path, tmp_path: Path) -> list[str]:
+def tiny_flags(tiny_data, tmp_path) -> list[str]:
     """Return the command line of a run that takes milliseconds a step: 2 layers, 32 wide, T = 16, S = 8."""
     return [
-        *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}"),
-        *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
-        *(f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=tiny"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--log_freq=1000", "--val_tokens=320"),
+        *(*TINY, "--log_freq=1000", "--run_name=tiny"),
+        *(f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path / 'runs'}"),
     ]
 
 
 @pytest.fixture(scope="session")
-def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_once(tmp_path_factory) -> Path:
     """Prepare a few dozen short documents; treat as read-only."""
     import corpora  # needs tqdm, which the tests of a GPU do without
 
@@ -61,27 +75,64 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prepared(prepared_once: Path, tmp_path: Path) -> Path:
+def prepared(prepared_once, tmp_path) -> Path:
     """Return a copy of them to spoil."""
     return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
+def run(tiny_data, tmp_path) -> Run:
     """Return a tiny run that has not begun."""
     return Run(tiny_data, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def tiny_run(tiny_data, tmp_path_factory) -> Callable[..., Run]:
+    """Return a function that trains a tiny run in a new folder: `tiny_run(max_steps=5, world=2).events("step")`.
+
+    Without settings the run has not begun; `data` names other data, `flags` what is no setting.
+    """
+
+    def train(*flags: str, data: Path = tiny_data, world: int = 1, **settings: object) -> Run:
+        run = Run(data, tmp_path_factory.mktemp("run"), *flags, **settings)
+        if settings:
+            run.train(world=world)
+        return run
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def straight(tiny_data, tmp_path_factory) -> Run:
     """Return a run of 26 steps, into the second epoch; treat as read-only."""
     run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
     run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")
     return run
 
 
+@pytest.fixture(autouse=True)
+def _stays_on_this_machine() -> Iterator[None]:
+    """Fail a test that tried to connect elsewhere, though what tried it swallowed the error."""
+    loopback.refused.clear()
+    yield
+    assert loopback.refused == [], "connections beyond loopback"
+
+
 @pytest.fixture
-def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the shipped table of hardware be all that is known."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    hardware.load.cache_clear()
+def wording(request: pytest.FixtureRequest) -> Callable[[BaseException], None]:
+    """Return a function that compares an error with the one line that is recorded of this case.
+
+    The lines stand in tests/golden/messages.json; `UPDATE_GOLDEN=1 pytest -n 0 THE_TEST` records them.
+    """
+
+    def check(error: BaseException) -> None:
+        line = OF_OTHERS.sub(r"\1", TEMPORARY.sub("FOLDER", str(error)))
+        name = request.node.name
+        assert "\n" not in line
+        known = json.loads(MESSAGES.read_text())
+        if os.environ.get("UPDATE_GOLDEN") == "1":
+            known[name] = line
+            MESSAGES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        assert line == known.get(name)
+
+    return check

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.order import Order
+from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -71,3 +72,17 @@ def finetune(flags: list[str]) -> None:
 def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
     settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
     return open_instructions(override(Config(), {"context_length": CONTEXT, **settings}), GPT2).rows
+
+
+class Echo:
+    """A model for Chat that answers with the number of tokens that it was given, and remembers what that was."""
+
+    context_length, tokenizer = CONTEXT, GPT2
+    style = SamplingParams(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int | None]] = []
+
+    def stream(self, ids: list[int], *, number: int, place: int, at_most: int | None) -> list[str]:
+        self.asked.append((ids, at_most))
+        return [" ", str(len(ids)), "\n"]

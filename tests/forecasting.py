@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpt2lab.config.presets import preset
 from gpt2lab.planner import hardware
-from gpt2lab.planner.ask import Ask, job_of
+from gpt2lab.planner.ask import EstimateRequest, job_of
 from gpt2lab.planner.estimate import Estimate, estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine, named
@@ -15,7 +15,7 @@ KNOWN = hardware.load(Path("/nonexistent"))
 
 
 def job_for(*, world: int = 1, **flags: object) -> Job:
-    ask = Ask(**flags)  # type: ignore[arg-type]
+    ask = EstimateRequest(**flags)  # type: ignore[arg-type]
     profile = hardware.find_profile(None, KNOWN)
     return job_of(ask, profile, world_size=world, is_cpu=False, native_bf16=True)
 

@@ -77,20 +77,22 @@ def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> An
     return json.loads(done.stdout) if "--json" in argv else done.stdout
 
 
-def words_of(name: str) -> list[str]:
-    """Return the words that start a script, or a verb of `gpt2lab`, as its own program."""
-    if name.endswith(".py"):
-        return [sys.executable, str(SCRIPTS / name)]
-    return [sys.executable, str(LAB), *name.split()]
+def python(*words: object, folder: Path = REPOSITORY, **extra: str) -> Done:
+    """Run Python with some words, and with our sources, to its end."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=environment(**{"PYTHONPATH": str(REPOSITORY / "src"), **extra}),
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def script(name: str, *words: object) -> Done:
-    """Run a script or a verb as its own program."""
-    command = [*words_of(name), *map(str, words)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    """Run a script as its own program."""
+    return python(SCRIPTS / name, *words)
 
 
 _opened: list[Path] | None = None

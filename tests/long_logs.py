@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+LINES = 20_000  # of the log whose cost is measured
+BUDGET = (
+    125 * LINES + 8 * 2**20
+)  # bytes: a million lines, 640 MB, cost 130 MB; as dictionaries 3.5 GB
 EVERY = 250  # steps between evaluations, and between checkpoints
 _STEP = (
     '{"event": "step", "time": %.7f, "attempt": %d, "step": %d, "loss": %.15f, "lr": %.19f, '
@@ -77,6 +83,22 @@ def write_long_log(run_dir: Path, lines: int, *, tokens_per_step: int = 64) -> P
             lines_of_a_start(steps, max_steps=2 * steps, tokens_per_step=tokens_per_step)
         )
     return path
+
+
+def long_run_of(run_dir: Path, folder: Path) -> Path:
+    """Copy a run and give the copy a log of 13 MB; return its folder."""
+    shutil.copytree(run_dir, folder)
+    write_long_log(folder, LINES, tokens_per_step=128)
+    return folder
+
+
+def peak_bytes(read: Callable[[Path], object], run_dir: Path) -> int:
+    """Return the peak of what Python and numpy allocate while a function reads a run."""
+    tracemalloc.start()
+    assert read(run_dir)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 if __name__ == "__main__":

@@ -22,6 +22,25 @@ TRAIN_SHARDS = (1003, 777, 1290)  # none a multiple of T + 1, so every shard end
 VAL_SHARDS = (650,)
 
 
+# A model and a step that take milliseconds; what is typed after them wins.
+TINY = (
+    *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}"),
+    *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
+    *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
+)
+
+
+def flags_for(**settings: object) -> list[str]:
+    """Return settings as flags: `max_steps=5` is --max_steps=5, True a flag alone, a list one of several words."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
+    return words
+
+
 def make_tokens(count: int, seed: int) -> np.ndarray:
     """Return ids with something to learn: each is often the one before plus a constant."""
     rng = np.random.RandomState(seed)
@@ -69,10 +88,9 @@ def write_items(path: Path, count: int = 12) -> Path:
 def flags_of(folder: Path, name: str, *more: str) -> list[str]:
     """Return the command line of a run over `folder`'s data and items, with GPT-2's vocabulary."""
     return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
-        *("--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4", "--eval_freq=2"),
-        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--max_lr=0.01"),
+        *(word for word in TINY if "vocab_size" not in word),
+        *("--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--max_steps=4", "--eval_freq=2"),
+        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}", "--max_lr=0.01"),
         *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
         *(f"--run_name={name}", *more),
     ]

@@ -31,9 +31,6 @@ def flat(made: Documents) -> list[int]:
     return [id for document in made for id in document]
 
 
-# -- the formats, from their specifications --------------------------------------------------------------------------
-
-
 def write_llmc(path: Path, made: Documents, *, magic: int = 20240520, version: int = 1) -> None:
     """Write as llm.c's dev/data/data_common.py: 256 int32 of header, then the ids."""
     ids = flat(made)
@@ -168,11 +165,7 @@ def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) 
     for split, parts in splits.items():
         write_raw(folder / f"{split}.tokens", joined(parts), kind="I", head=b"made up header 6")
     return ImportOptions(
-        layout="raw",
-        offset=16,
-        dtype="uint32",
-        train_files=("train.tokens",),
-        val_files=("val.*",),
+        layout="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
     )
 
 

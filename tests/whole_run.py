@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
-from tiny import TRAIN_SHARDS, parse, pretrain
+from tiny import TINY, TRAIN_SHARDS, flags_for, train
 
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
@@ -32,19 +33,33 @@ SCALARS = {
 
 
 class Run:
-    """A run named `tiny` and its folder."""
+    """A tiny run and its folder; flags and settings that are given to it hold for all of its starts."""
 
-    def __init__(self, data: Path, folder: Path, *always: str) -> None:
-        self.path = folder / "tiny"
+    def __init__(
+        self, data: Path, folder: Path, *always: str, name: str = "tiny", **settings: object
+    ) -> None:
+        self.path = folder / name
         self.flags = [
-            *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"),
-            *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2"),
-            *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
-            *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=tiny", *always),
+            *(*TINY, f"--data_dir={data}", f"--checkpoint_dir={folder}", f"--run_name={name}"),
+            *(*always, *flags_for(**settings)),
         ]
 
-    def train(self, *more: str) -> None:
-        pretrain(parse([*self.flags, *more]))
+    def train(
+        self, *more: str, world: int = 1, program: Path = launch.TRAIN, **settings: object
+    ) -> str:
+        """Train to the end: in this process, or as forks for more of them; return what those said."""
+        flags = [*self.flags, *more, *flags_for(**settings)]
+        if world == 1 and program == launch.TRAIN:
+            train(flags)
+            return ""
+        done = launch.train_in_forks(flags, world=world, program=program)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def killed(self, fault: str, *more: str, world: int = 1) -> None:
+        """Train until a fault point kills it."""
+        done = launch.train_in_forks([*self.flags, *more], world=world, FAULT=fault)
+        assert done.returncode != 0
 
     def rejected(self, *more: str) -> GPT2LabError:
         """Return the rejection, without its traceback: the frames in it would keep the run locked."""
@@ -53,6 +68,29 @@ class Run:
         except GPT2LabError as error:
             return error.with_traceback(None)
         pytest.fail("this start should have been rejected")
+
+    def bits(self) -> tuple[dict[int, str], str, str]:
+        """Return every loss in hex and the hashes of the newest weights and moments: equal only if every bit is."""
+        files = self.checkpoints()[max(self.checkpoints())].manifest["files"]
+        hashes = (files[f"{name}.safetensors"]["sha256"] for name in ("model", "optim"))
+        return launch.losses(self.path), *hashes
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Return {step: its event} along the line of steps that the newest weights went through."""
+        return launch.current_steps(self.path)
+
+    def assert_same_curve(self, reference: Run, last: int) -> None:
+        """The same batches, and losses, norms and evaluations that differ by the order of fp32 sums at most."""
+        found, expected = self.steps(), reference.steps()
+        assert sorted(found) == sorted(expected) == list(range(1, last + 1))
+        for step, event in expected.items():
+            assert found[step]["batch_hash"] == event["batch_hash"], "other tokens"
+            assert found[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+            assert found[step]["grad_norm"] == pytest.approx(event["grad_norm"], rel=1e-4)
+        ours, theirs = (
+            {e["step"]: e["val_loss"] for e in run.events("eval")} for run in (self, reference)
+        )
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
     def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
         return [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from harness import FaultRun
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Iterator[FaultRun]:
+def run(tiny_data, tmp_path) -> Iterator[FaultRun]:
     """Return a run to break."""
     run = FaultRun(tiny_data, tmp_path / "runs")
     yield run
@@ -19,9 +18,7 @@ def run(tiny_data: Path, tmp_path: Path) -> Iterator[FaultRun]:
 
 
 @pytest.fixture(scope="session")
-def reference(
-    tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], FaultRun]:
+def reference(tiny_data, tmp_path_factory) -> Callable[[int], FaultRun]:
     """Return a function from a world size to its run of 40 steps that never failed."""
 
     @functools.cache

@@ -5,16 +5,19 @@ syscall_sweep.py and power_cut.py use it; both start themselves again with the s
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +64,36 @@ def preload(folder: Path) -> ctypes.CDLL:
         own = {_PRELOADED: library, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **own})
     return ctypes.CDLL(library)
+
+
+def arguments(about: str) -> argparse.Namespace:
+    """Return what the command line of a program over many cases says, its folder made."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sample", type=int, default=None)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then end early")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    wanted = parser.parse_args()
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    wanted.folder = wanted.folder.resolve()
+    return wanted
+
+
+def judged(
+    judge: Callable[[Any], tuple[Any, list[str]]], cases: list[Any], wanted: argparse.Namespace
+) -> Iterator[tuple[Any, list[str]]]:
+    """Judge cases in forks for some minutes at most; yield each with what is wrong, which is printed."""
+    until = time.monotonic() + 60 * wanted.minutes
+    with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
+        for count, (case, wrong) in enumerate(pool.imap_unordered(judge, cases), start=1):
+            if count % 100 == 0:
+                print(f"{count} of {len(cases)}", file=sys.stderr, flush=True)
+            for what in wrong:
+                print(f"{case}: {what}", flush=True)
+            yield case, wrong
+            if time.monotonic() > until:
+                return
 
 
 class Failure(NamedTuple):

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import launch
+from tiny import TINY
 
 STEPS = 40
 
 # One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
-SHAPE = (
-    *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=256"),
-    *("--total_batch_size=128", "--mini_batch_size=1", "--val_tokens=320", "--log_freq=1000"),
-    *("--device=cpu", "--dtype=fp32", "--compile=off", "--sample_freq=0", "--run_name=run"),
-)
+SHAPE = (*(*TINY, "--mini_batch_size=1", "--log_freq=1000", "--sample_freq=0", "--run_name=run"),)
 PACE = "step:sleep0.03@*"
 
 
@@ -61,11 +58,21 @@ class FaultRun:
         if world > 1:
             place = command.index("--standalone") + 1
             command[place:place] = torchrun
+        return self.run_command(command, **env)
+
+    def run_command(
+        self, command: list[str], *, said: str = "out.txt", errors: str = "err.txt", **env: str
+    ) -> subprocess.Popen[str]:
+        """Start any command line of the run and return at once; what it says goes to files of the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "out.txt", "a") as out, open(self.folder / "err.txt", "w") as err:
+        with (
+            open(self.folder / said, "a") as out,
+            open(self.folder / errors, "a" if said == errors else "w") as err,
+        ):
             process = subprocess.Popen(
                 command,
                 env=launch.environment(**env),
+                cwd=launch.REPOSITORY,
                 stdout=out,
                 stderr=err,
                 text=True,
@@ -141,6 +148,11 @@ class FaultRun:
     def saved(self) -> list[int]:
         """Return the steps on disk under a checkpoint's name."""
         return sorted(int(path.name[5:]) for path in self.path.glob("step_*"))
+
+    def resumes_as(self, reference: FaultRun, *more: str, world: int = 1, **how: Any) -> None:
+        """Resume to the end, which is that of the run that never failed."""
+        assert self.resume(*more, world=world, **how) == 0, self.errors()
+        self.assert_equals(reference)
 
     def assert_equals(self, reference: FaultRun, last: int = STEPS) -> None:
         """Every loss and every parameter: the same bits as the run that never failed."""

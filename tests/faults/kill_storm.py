@@ -22,13 +22,10 @@ import torch  # noqa: E402
 
 import launch  # noqa: E402
 from gpt2lab.checkpoint import catalog  # noqa: E402
-from gpt2lab.commands.command_line import parse  # noqa: E402
-from gpt2lab.training.pretrain import pretrain  # noqa: E402
+from tiny import TINY, parse, pretrain  # noqa: E402
 
 FLAGS = (
-    *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=256"),
-    *("--total_batch_size=128", "--mini_batch_size=2", "--val_tokens=320", "--log_freq=1000"),
-    *("--device=cpu", "--dtype=fp32", "--compile=off", "--sample_freq=0", "--eval_freq=7"),
+    *(*TINY, "--log_freq=1000", "--sample_freq=0", "--eval_freq=7"),
     *("--checkpoint_freq=1", "--keep_checkpoints=2", "--max_steps=100000", "--run_name=run"),
 )
 

@@ -12,16 +12,13 @@ the end of the run that nothing disturbed, bit by bit. Ends with 1 if anything d
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -310,15 +307,8 @@ def log_of(trainer: Trainer, folder: Path, starts: tuple[tuple[str, ...], ...]) 
 
 def main() -> int:
     """Replay, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--sample", type=int, default=None)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="then end early")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    wanted = parser.parse_args()
-    wanted.folder.mkdir(parents=True, exist_ok=True)
-    folder, dice = wanted.folder.resolve(), random.Random(wanted.seed)
+    wanted = disk.arguments(str(__doc__))
+    folder, dice = wanted.folder, random.Random(wanted.seed)
     with disk.trainer(folder) as trainer:
         states: list[State] = []
         rows = []
@@ -338,17 +328,9 @@ def main() -> int:
         else:
             dice.shuffle(states)
         counts, bad = Counter[str](), Counter[str]()
-        until = time.monotonic() + 60 * wanted.minutes
-        with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
-            for state, wrong in pool.imap_unordered(_judge_in_worker, states):
-                counts[state.how] += 1
-                bad[state.how] += bool(wrong)
-                if counts.total() % 100 == 0:
-                    print(f"{counts.total()} of {len(states)}", file=sys.stderr, flush=True)
-                for what in wrong:
-                    print(f"{state}: {what}", flush=True)
-                if time.monotonic() > until:
-                    break
+        for state, wrong in disk.judged(_judge_in_worker, states, wanted):
+            counts[state.how] += 1
+            bad[state.how] += bool(wrong)
     rows = [[how, str(count), str(bad[how])] for how, count in sorted(counts.items())]
     print(fmt.table(["after the power cut", "resumed", "wrong"], rows))
     print(f"{counts.total():,} disks resumed, seed {wanted.seed}, {bad.total()} wrong")

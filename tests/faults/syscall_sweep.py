@@ -10,15 +10,12 @@ the end of the run that nothing disturbed, bit by bit. Ends with 1 if anything d
 
 from __future__ import annotations
 
-import argparse
 import errno
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,6 +60,9 @@ class Verdict(NamedTuple):
     code: int
     said: str  # its error, or its last warning
     wrong: list[str]
+
+    def __str__(self) -> str:
+        return str(self.case)
 
 
 def cases_of(scene: str, calls: list[Call], dice: random.Random) -> list[Case]:
@@ -136,8 +136,9 @@ class Sweep(NamedTuple):
 _sweep: Sweep
 
 
-def _judge_in_worker(case: Case) -> Verdict:
-    return _sweep.judge(case)
+def _judge_in_worker(case: Case) -> tuple[Verdict, list[str]]:
+    verdict = _sweep.judge(case)
+    return verdict, verdict.wrong
 
 
 def tables_of(calls: Iterable[Call], verdicts: list[Verdict]) -> str:
@@ -164,15 +165,8 @@ def tables_of(calls: Iterable[Call], verdicts: list[Verdict]) -> str:
 
 def main() -> int:
     """Sweep, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--sample", type=int, default=None)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="then end early")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    wanted = parser.parse_args()
-    wanted.folder.mkdir(parents=True, exist_ok=True)
-    folder, dice = wanted.folder.resolve(), random.Random(wanted.seed)
+    wanted = disk.arguments(str(__doc__))
+    folder, dice = wanted.folder, random.Random(wanted.seed)
     global _sweep
     with disk.trainer(folder) as trainer:
         _sweep = Sweep(trainer, folder, {}, {})
@@ -194,17 +188,7 @@ def main() -> int:
             print(f"{scene}: {len(traced)} calls", flush=True)
         _sweep.reference.update(disk.bits(folder / "quiet-0" / "run"))
         cases = dice.sample(cases, wanted.sample or len(cases))
-        verdicts: list[Verdict] = []
-        until = time.monotonic() + 60 * wanted.minutes
-        with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
-            for verdict in pool.imap_unordered(_judge_in_worker, cases):
-                verdicts.append(verdict)
-                if len(verdicts) % 100 == 0:
-                    print(f"{len(verdicts)} of {len(cases)}", file=sys.stderr, flush=True)
-                for what in verdict.wrong:
-                    print(f"{verdict.case}: {what}", flush=True)
-                if time.monotonic() > until:
-                    break
+        verdicts = [verdict for verdict, _ in disk.judged(_judge_in_worker, cases, wanted)]
     print(tables_of(calls, verdicts))
     wrong = sum(bool(verdict.wrong) for verdict in verdicts)
     print(f"\n{len(verdicts):,} runs failed and resumed, seed {wanted.seed}, {wrong} wrong")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from harness import PACE, FaultRun
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
-
 
 @pytest.fixture
-def run(run: FaultRun) -> FaultRun:
+def run(run) -> FaultRun:
     run.flags = (*run.flags, "--async_checkpoint=on")
     return run
 
@@ -43,14 +40,9 @@ def start(run: FaultRun, *more: str, fault: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("stage", "ends", "newest"),
-    [
-        ("optim.safetensors", "the trainer", 5),
-        ("after_rename", "both", 10),
-    ],
+    [("optim.safetensors", "the trainer", 5), ("after_rename", "both", 10)],
 )
-def test_row_02_killed_at_a_stage_of_an_asynchronous_save(
-    stage: str, ends: str, newest: int, run: FaultRun, reference: Reference
-) -> None:
+def test_row_02_killed_at_a_stage_of_an_asynchronous_save(stage, ends, newest, run, reference):
     """The writer never commits after the trainer's death, and never outlives it."""
     process = start(run, fault=f"checkpoint.{stage}:sleep60@10")
     save = "step_00000010" if newest == 10 else ".tmp-00000010-*"
@@ -76,9 +68,7 @@ def test_row_02_killed_at_a_stage_of_an_asynchronous_save(
         ("enospc", "No space left on device"),
     ],
 )
-def test_row_33_the_writer_dies_or_its_disk_is_full(
-    action: str, said: str, run: FaultRun, reference: Reference
-) -> None:
+def test_row_33_the_writer_dies_or_its_disk_is_full(action, said, run, reference):
     """That save is missing, with a warning; the next one has a new writer, or the same."""
     process = start(run, fault=f"checkpoint.optim.safetensors:{action}@10")
     assert run.end_of(process) == 0, run.errors()
@@ -91,7 +81,7 @@ def test_row_33_the_writer_dies_or_its_disk_is_full(
     run.assert_equals(reference(1))
 
 
-def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Reference) -> None:
+def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
     """It reaches both processes. The save ends, then the step of the stop is saved; nothing is lost."""
     process = start(run, "--checkpoint_freq=10", fault="checkpoint.before_rename:sleep2@10")
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "a save")
@@ -104,13 +94,10 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Refer
     assert steps == sorted({10, *steps, stop["step"]})
     assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 0)
     assert writers(run) == []
-    assert run.resume() == 0, run.errors()
-    run.assert_equals(reference(1))
+    run.resumes_as(reference(1))
 
 
-def test_row_22_two_ranks_gather_their_shards_for_one_writer(
-    run: FaultRun, reference: Reference
-) -> None:
+def test_row_22_two_ranks_gather_their_shards_for_one_writer(run, reference):
     """zero1's moments are gathered into the buffer; between CPUs its bits are those of ddp."""
     process = run.start("--parallel=zero1", world=2, FAULT=PACE, RUN_OF=str(run.folder))
     run.wait_for(process, "checkpoint", 5)
@@ -120,7 +107,7 @@ def test_row_22_two_ranks_gather_their_shards_for_one_writer(
     run.assert_equals(reference(2))
 
 
-def test_row_11_a_rank_dies_while_a_save_is_in_flight(run: FaultRun, reference: Reference) -> None:
+def test_row_11_a_rank_dies_while_a_save_is_in_flight(run, reference):
     """Rank 0 first ends the save of step 5, then saves the last complete step."""
     process = run.start(
         world=2,
@@ -131,5 +118,4 @@ def test_row_11_a_rank_dies_while_a_save_is_in_flight(run: FaultRun, reference: 
     run.assert_no_process_left(process)
     assert run.saved() == [5, 7], run.errors()
     assert [e["step"] for e in run.events("checkpoint")] == [5, 7]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)

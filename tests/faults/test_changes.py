@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 LOST = 75  # nothing more can be saved
 FOREVER = ("--checkpoint_freq=5", "--eval_freq=0", "--max_steps=100000")
 
@@ -29,10 +27,7 @@ def the_line(run: FaultRun) -> str:
     return line
 
 
-# -- the folder ------------------------------------------------------------------------------------------------------
-
-
-def test_row_36_a_deleted_lock_lets_nobody_else_in(run: FaultRun) -> None:
+def test_row_36_a_deleted_lock_lets_nobody_else_in(run):
     """It is made again within a step: a second start is rejected, and every step is recorded once."""
     run.flags = FOREVER
     process = run.start(FAULT=PACE)
@@ -53,9 +48,7 @@ def test_row_36_a_deleted_lock_lets_nobody_else_in(run: FaultRun) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(
-    world: int, run: FaultRun
-) -> None:
+def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(world, run):
     """The other one may be in the middle of anything; its lock, its lines and its status are left alone."""
     run.flags = FOREVER
     process = run.start(world=world, FAULT=PACE)
@@ -78,7 +71,7 @@ def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(
 @pytest.mark.parametrize(
     ("how", "world"), [("moved", 1), ("moved", 2), ("deleted", 1), ("replaced", 1)]
 )
-def test_row_36_a_folder_that_goes_is_one_line(how: str, world: int, run: FaultRun) -> None:
+def test_row_36_a_folder_that_goes_is_one_line(how, world, run):
     """At the next step, not at the next save; nothing is made anew in its place."""
     run.flags = ("--checkpoint_freq=20", "--eval_freq=0", "--max_steps=100000")
     process = run.start(world=world, FAULT=PACE)
@@ -104,17 +97,12 @@ def test_row_36_a_folder_that_goes_is_one_line(how: str, world: int, run: FaultR
     assert run.saved() == [20]
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_row_37_a_stopped_run_goes_on(
-    world: int, run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_37_a_stopped_run_goes_on(world, run, reference, tmp_path):
     """SIGSTOP, as Ctrl+Z, for longer than --hang_seconds; in a step that goes on for a while afterwards."""
     program = python_program(
         tmp_path,
-        "import time\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import time\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    for _ in range(75 if batch.first_sample == 8 * 11 else 0):\n        time.sleep(0.02)\n"
         "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
@@ -131,13 +119,11 @@ def test_row_37_a_stopped_run_goes_on(
     run.assert_equals(reference(world))
 
 
-# -- the data --------------------------------------------------------------------------------------------------------
-
 LATER = ("--checkpoint_freq=20", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
 @pytest.fixture
-def own(run: FaultRun, tmp_path: Path) -> FaultRun:
+def own(run, tmp_path) -> FaultRun:
     """Return a run over a copy of the data that may be spoilt, with the hash of each shard."""
     run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
     import_folder(run.data, ImportOptions(tokenizer="unknown"))
@@ -181,9 +167,7 @@ def truncate(run: FaultRun) -> None:
         (truncate, 2, "changed while training ("),
     ],
 )
-def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(
-    change: Callable[[FaultRun], None], world: int, said: str, own: FaultRun, reference: Reference
-) -> None:
+def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(change, world, said, own, reference):
     """It was hashed long ago, and would have passed; with the data as it was, the run goes on."""
     kept = Path(shutil.copytree(own.data, own.data.with_name("kept")))
     process = own.start(world=world, FAULT=PACE)
@@ -202,9 +186,7 @@ def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(
     own.assert_equals(reference(world))
 
 
-def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(
-    run: FaultRun, tmp_path: Path
-) -> None:
+def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(run, tmp_path):
     run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
     run.flags = LATER
     process = run.start(FAULT=PACE)
@@ -215,9 +197,7 @@ def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(
     assert run.saved() == [20]
 
 
-def test_row_38_shards_written_again_or_moved_away_end_nothing(
-    own: FaultRun, reference: Reference
-) -> None:
+def test_row_38_shards_written_again_or_moved_away_end_nothing(own, reference):
     """Their bytes are what they were: that is hashed again, or was read before."""
     process = own.start(FAULT=PACE)
     own.wait_for(process, "step", 5)
@@ -230,17 +210,12 @@ def test_row_38_shards_written_again_or_moved_away_end_nothing(
     own.assert_equals(reference(1))
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("asked", ["torch.empty(1 << 30)", "bytearray(1 << 32)"])
-def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(
-    asked: str, run: FaultRun, tmp_path: Path
-) -> None:
+def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(asked, run, tmp_path):
     """A limit of the system, as `ulimit -v` sets it; torch and Python say it with other errors."""
     program = python_program(
         tmp_path,
-        "import resource, torch\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import resource, torch\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if batch.first_sample == 8 * 14:\n"
         "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

@@ -87,7 +87,7 @@ def kill_everywhere(
     raise AssertionError("a command of a thousand calls")
 
 
-def test_import_of_shards(tmp_path: Path) -> None:
+def test_import_of_shards(tmp_path):
     def make(folder: Path) -> list[str]:
         write_shards(folder / "data", train=(1003, 777), val=(650,))
         return ["import", str(folder / "data"), "--tokenizer=unknown"]
@@ -95,7 +95,7 @@ def test_import_of_shards(tmp_path: Path) -> None:
     assert kill_everywhere("data", make, tmp_path) >= 3
 
 
-def test_import_into_another_folder_with_a_tokenizer(tmp_path: Path) -> None:
+def test_import_into_another_folder_with_a_tokenizer(tmp_path):
     tokenizer = tmp_path / "learned"
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     done = call("data tokenizer", "train", texts, f"--out={tokenizer}", "--vocab_size=300")
@@ -109,7 +109,7 @@ def test_import_into_another_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert kill_everywhere("data", make, tmp_path) >= 8
 
 
-def test_merge_of_parts(tmp_path: Path) -> None:
+def test_merge_of_parts(tmp_path):
     texts = write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 40)
     write_jsonl(tmp_path / "text" / "b.jsonl", TEXTS * 30)
     parts = [tmp_path / f"part{number}" for number in (1, 2)]
@@ -124,7 +124,7 @@ def test_merge_of_parts(tmp_path: Path) -> None:
     assert kill_everywhere("data", make, tmp_path) >= 8
 
 
-def test_preparation(tmp_path: Path) -> None:
+def test_preparation(tmp_path):
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 40)
 
     def make(folder: Path) -> list[str]:
@@ -134,7 +134,7 @@ def test_preparation(tmp_path: Path) -> None:
     assert kill_everywhere("prepare_data.py", make, tmp_path, every=2) >= 10
 
 
-def test_learning_a_tokenizer(tmp_path: Path) -> None:
+def test_learning_a_tokenizer(tmp_path):
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
 
     def make(folder: Path) -> list[str]:
@@ -143,7 +143,7 @@ def test_learning_a_tokenizer(tmp_path: Path) -> None:
     assert kill_everywhere("data tokenizer", make, tmp_path) >= 5
 
 
-def test_import_of_a_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
+def test_import_of_a_checkpoint(tiny_data, tmp_path):
     """A run that is there after the kill is the imported one; one that is not is begun again by the same line."""
     model = build_model(parse([*SHAPE, "--max_steps=8"]).config.model, seed=1, device=CPU)
     weights = {name.replace("blocks.", "h."): value for name, value in model.state_dict().items()}
@@ -175,7 +175,7 @@ def test_import_of_a_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["export.weights", "export.before_rename"])
-def test_export(at: str, tiny_data: Path, tmp_path: Path) -> None:
+def test_export(at, tiny_data, tmp_path):
     run = FaultRun(tiny_data, tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
     done = launch.train_in_forks(run.argv())
     assert done.returncode == 0, done.stderr
@@ -197,7 +197,7 @@ def test_export(at: str, tiny_data: Path, tmp_path: Path) -> None:
     assert content(out) == content(straight)
 
 
-def test_export_for_llama_cpp(tmp_path: Path) -> None:
+def test_export_for_llama_cpp(tmp_path):
     texts = [f"text {n} of some: {n * n}" for n in range(200)]
     write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
     run_prepare(tmp_path / "corpus", tmp_path / "data", tokenizer=train_bpe(texts, 300))
@@ -230,9 +230,7 @@ def open_locked_folder(path: Path) -> Iterator[None]:
     os.close(descriptor)
 
 
-def test_an_ablation_takes_its_run_along_and_goes_on_with_it(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_an_ablation_takes_its_run_along_and_goes_on_with_it(tiny_data, tmp_path):
     settings = tmp_path / "settings.txt"
     settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
     out = tmp_path / "out"
@@ -263,9 +261,7 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(
 
 
 @pytest.mark.parametrize(("jobs", "whole_group"), [(1, True), (2, False)])
-def test_an_ablation_that_is_interrupted_lets_its_runs_save(
-    jobs: int, whole_group: bool, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, tiny_data, tmp_path):
     """Ctrl+C in a terminal reaches the trainers too; `kill -INT` only the ablation."""
     settings = tmp_path / "settings.txt"
     settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")

@@ -36,14 +36,10 @@ def run_all(program: str, folder: Path) -> None:
 
 
 @pytest.mark.timeout(SECONDS)
-def test_row_46_any_call_of_the_disk_fails_and_a_resume_has_the_bits_of_a_quiet_run(
-    tmp_path: Path,
-) -> None:
+def test_row_46_any_call_of_the_disk_fails_and_a_resume_has_the_bits_of_a_quiet_run(tmp_path):
     run_all("syscall_sweep.py", tmp_path)
 
 
 @pytest.mark.timeout(SECONDS)
-def test_row_47_whatever_a_power_cut_leaves_goes_on_with_the_bits_of_a_quiet_run(
-    tmp_path: Path,
-) -> None:
+def test_row_47_whatever_a_power_cut_leaves_goes_on_with_the_bits_of_a_quiet_run(tmp_path):
     run_all("power_cut.py", tmp_path)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun
+from harness import PACE
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 NOT_SAVED = 75
 SIZE = "16m"
 
@@ -22,7 +21,7 @@ def mount(*words: object) -> None:
 
 
 @pytest.fixture
-def disk(run: FaultRun) -> Iterator[Path]:
+def disk(run) -> Iterator[Path]:
     """Give the run's folder a file system of its own; skip where mounting is not allowed."""
     run.path.mkdir(parents=True)
     try:
@@ -72,9 +71,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "said"), FAULTS)
-def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
-    fault: type[ReadOnly | Full], said: str, run: FaultRun, disk: Path, reference: Reference
-) -> None:
+def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(fault, said, run, disk, reference):
     """Saves are missing with a warning each; all else is as it was, and every event is there in the end."""
     process = run.start(FAULT=PACE)
     run.wait_for(process, "checkpoint", 10)
@@ -100,13 +97,8 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
     ],
 )
 def test_a_disk_that_takes_nothing_more_ends_with_75_and_the_run_goes_on_later(
-    fault: type[ReadOnly | Full],
-    said: str,
-    end: str,
-    run: FaultRun,
-    disk: Path,
-    reference: Reference,
-) -> None:
+    fault, said, end, run, disk, reference
+):
     process = run.start(FAULT=PACE)
     run.wait_for(process, "checkpoint", 10)
     broken = fault(disk)

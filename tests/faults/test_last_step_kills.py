@@ -20,12 +20,12 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return straight_run(tmp_path_factory.mktemp("last"))
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_kill_at_the_last_step_loses_nothing(folder: Path, place: str) -> None:
+def test_a_kill_at_the_last_step_loses_nothing(folder, place):
     name = f"kill_{place}"
     command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=1)
     killed = launch.environment(FAULT=f"{place}:kill9@{LAST}")
@@ -38,7 +38,7 @@ def test_a_kill_at_the_last_step_loses_nothing(folder: Path, place: str) -> None
 
 
 @pytest.mark.parametrize("fault", ["measure.eval:term", "measure.sample:raise"])
-def test_two_ranks_go_on_after_an_interruption_of_one(folder: Path, fault: str) -> None:
+def test_two_ranks_go_on_after_an_interruption_of_one(folder, fault):
     rank = 0 if "sample" in fault else 1
     name = f"two_{fault}".replace(":", "_")
     command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=2)

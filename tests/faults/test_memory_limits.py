@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun, python_program
+from harness import PACE, python_program
 
 import launch
 
@@ -47,12 +47,12 @@ def small_group() -> Iterator[Path]:
 
 
 def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
-    run: FaultRun, reference: Callable[[int], FaultRun], small_group: Path, tmp_path: Path
-) -> None:
+    run, reference, small_group, tmp_path
+):
     """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         f"group, once = {str(small_group / 'cgroup.procs')!r}, {str(tmp_path / 'once')!r}\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 14:\n"

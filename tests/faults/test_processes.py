@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun, python_program
+from harness import PACE, STEPS, python_program
 
 import launch
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Reference) -> None:
+def test_row_11_a_process_is_killed(rank, run, reference):
     """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
@@ -39,9 +37,7 @@ def pipelined(folder: Path) -> Path:
     )
 
 
-def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_11_a_process_is_killed_while_a_step_is_in_flight(run, reference, tmp_path):
     """The survivor counts step 14, whose loss it had not read, logs it and saves it."""
     run.flags, program = NO_ROLLING, pipelined(tmp_path)
     assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
@@ -52,9 +48,7 @@ def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_process_freezes_while_a_step_is_in_flight(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_29_a_process_freezes_while_a_step_is_in_flight(run, reference, tmp_path):
     """The watching thread does that for the thread that hangs."""
     program = pipelined(tmp_path)
     frozen = {"world": 2, "program": program, "FAULT": f"{PACE};step:freeze@15,rank=1"}
@@ -62,11 +56,10 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(
     assert code != 0
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), "--resume=latest", "--hang_seconds=600", world=2)
 
 
-def test_row_11_torchrun_restarts_and_the_run_goes_on(run: FaultRun, reference: Reference) -> None:
+def test_row_11_torchrun_restarts_and_the_run_goes_on(run, reference):
     """The same command line, started again by torchrun itself, finds its run."""
     run.flags = NO_ROLLING
     once = """
@@ -81,9 +74,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     run.assert_equals(reference(2))
 
 
-def test_row_11_a_process_is_killed_after_its_update(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
     """Its survivor meets the error when both have the weights of step 10: saved as those of step 10, not of step 9."""
     run.flags = NO_ROLLING
     program = python_program(
@@ -96,12 +87,11 @@ def test_row_11_a_process_is_killed_after_its_update(
     )
     assert run.finish(world=2, program=program) != 0
     assert run.saved() == [10], run.errors()
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Reference) -> None:
+def test_row_12_an_error_in_one_process(rank, run, reference):
     """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
@@ -110,13 +100,10 @@ def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Ref
     errors = run.errors()
     assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
     assert run.saved() == [14]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
-def test_row_12_an_error_within_the_optimizer_saves_nothing(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
     program = python_program(
         tmp_path,
         "import os\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
@@ -138,11 +125,11 @@ def test_row_12_an_error_within_the_optimizer_saves_nothing(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path: Path) -> None:
+def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
     """All skip the same update, once; four in a row end the run and leave finite weights."""
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nfrom gpt2lab.model.gpt import GPT\n"
+        "import os\nimport gpt2lab.training.steps as t\nfrom gpt2lab.model.gpt import GPT\n"
         "plain, step, now = GPT.forward, t.train_step, [1.0]\n"
         "bad = {int(n) for n in os.environ['BAD'].split(',')}\n"
         "def train_step(m, o, batch, *a, **k):\n"
@@ -161,7 +148,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path
     assert run.resume("--resume=latest", "--stop_after_steps=30", world=2) == 0, run.errors()
 
 
-def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -> None:
+def test_row_29_a_frozen_process_is_named(run, reference):
     process = run.start(
         "--hang_seconds=1.5",
         world=2,
@@ -183,9 +170,7 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
-    run: FaultRun, reference: Reference
-) -> None:
+def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, reference):
     """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
     process = run.start(
         world=2, torchrun=("--shutdown-timeout=30",), FAULT=f"{PACE};step:freeze@15,rank=1"
@@ -197,13 +182,10 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
     assert run.end_of(process) != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert run.saved() == [5, 10, 14]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
-def test_row_29_a_hang_within_an_update_saves_nothing(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     """The weights are then those of no step: the watching thread leaves them alone."""
     program = python_program(
         tmp_path,
@@ -221,11 +203,10 @@ def test_row_29_a_hang_within_an_update_saves_nothing(
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "is saved" not in run.status()["reason"]
     assert run.saved() == [5, 10]
-    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), "--resume=latest", "--hang_seconds=600", world=2)
 
 
-def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: Path) -> None:
+def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
     """It is alive and says so; the others wait for it in the next agreement."""
     program = python_program(
         tmp_path,
@@ -250,7 +231,7 @@ def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
     """
     return python_program(
         folder,
-        "import os, time, warnings\nimport gpt2lab.training.trainer as t\n"
+        "import os, time, warnings\nimport gpt2lab.training.steps as t\n"
         "reading, writing = os.pipe()\n"
         "sys.stdout, sys.stderr = (open(os.dup2(writing, n), 'w') for n in (1, 2))\n"
         "plain = t.train_step\n"
@@ -266,9 +247,7 @@ def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
     )
 
 
-def test_row_48_a_run_goes_on_when_nobody_reads_its_output(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_48_a_run_goes_on_when_nobody_reads_its_output(run, reference, tmp_path):
     """The line of a step once stopped it, within the lock that a rescue needs: nothing was saved then."""
     program = with_stopped_output(tmp_path, hangs=False)
     assert run.finish("--hang_seconds=10", "--log_freq=1", program=program) == 0
@@ -277,24 +256,19 @@ def test_row_48_a_run_goes_on_when_nobody_reads_its_output(
     assert all(f"step {step}/{STEPS} | epoch" in said for step in range(1, STEPS + 1))
 
 
-def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, tmp_path):
     """The report of the hang once waited for stderr, before the rescue and for good."""
     program = with_stopped_output(tmp_path, hangs=True)
     assert run.finish("--hang_seconds=1.5", "--log_freq=1", program=program) == 78
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.resume("--resume=latest", "--hang_seconds=600") == 0, run.errors()
-    run.assert_equals(reference(1))
+    run.resumes_as(reference(1), "--resume=latest", "--hang_seconds=600")
 
 
-def test_row_32_replicas_that_differ_stop_the_run(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 11:\n"
         "        model.module.ln_f.bias.data[3] += 1e-6\n"
@@ -306,15 +280,11 @@ def test_row_32_replicas_that_differ_stop_the_run(
     assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1
     assert run.saved() == [5, 10], "nothing after the fault"
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["forward", "data"],
-)
-def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["forward", "data"])
+def test_a_slow_process_is_named(where, run, tmp_path):
     delay = 0.5  # seconds
     target = {
         "forward": "from gpt2lab.model.gpt import GPT as C\nname = 'forward'",

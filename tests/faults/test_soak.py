@@ -18,9 +18,7 @@ SEED = os.environ.get("SEED", "1337")
 
 
 @pytest.mark.timeout(60 * MINUTES * 3 + 300)
-def test_row_35_a_run_disturbed_at_random_has_the_bits_of_a_quiet_one(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_row_35_a_run_disturbed_at_random_has_the_bits_of_a_quiet_one(tiny_data, tmp_path):
     soak = Path(__file__).with_name("soak.py")
     command = [sys.executable, str(soak), str(tiny_data), str(tmp_path), str(MINUTES), SEED]
     done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)

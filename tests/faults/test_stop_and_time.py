@@ -10,7 +10,6 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import PACE, STEPS, FaultRun, python_program
@@ -19,7 +18,6 @@ import launch
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 FOREVER = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000")
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
@@ -36,13 +34,8 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
     assert "--resume latest" in status["resume"]
 
 
-def resume_and_compare(run: FaultRun, reference: FaultRun, world: int) -> None:
-    assert run.resume(world=world) == 0, run.errors()
-    run.assert_equals(reference)
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_row_05_sigterm_to_the_launcher(world: int, run: FaultRun, reference: Reference) -> None:
+def test_row_05_sigterm_to_the_launcher(world, run, reference):
     run.flags = NO_ROLLING
     process = run.start(world=world, FAULT=PACE)
     run.wait_for(process, "step", 7)
@@ -51,10 +44,10 @@ def test_row_05_sigterm_to_the_launcher(world: int, run: FaultRun, reference: Re
     assert code == (0 if world == 1 else 1), "torchrun calls every stop by signal a failure"
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.saved() == [run.status()["step"]], "nothing else was due: the stop itself saved"
-    resume_and_compare(run, reference(world), world)
+    run.resumes_as(reference(world), world=world)
 
 
-def test_row_05_sigterm_within_a_save(run: FaultRun, reference: Reference) -> None:
+def test_row_05_sigterm_within_a_save(run, reference):
     """The commit in flight ends, and is the checkpoint of the stop: none is written twice."""
     process = run.start(FAULT=f"{PACE};checkpoint.optim.safetensors:sleep0.7@10")
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "save of step 10")
@@ -63,10 +56,10 @@ def test_row_05_sigterm_within_a_save(run: FaultRun, reference: Reference) -> No
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.status()["step"] == 10
     assert [e["step"] for e in run.events("checkpoint")] == [5, 10]
-    resume_and_compare(run, reference(1), 1)
+    run.resumes_as(reference(1), world=1)
 
 
-def test_row_05_sigterm_within_an_evaluation(run: FaultRun, tmp_path: Path) -> None:
+def test_row_05_sigterm_within_an_evaluation(run, tmp_path):
     """Of two processes, one hears it; both leave the evaluation at the same batch."""
     slow = python_program(
         tmp_path,
@@ -85,7 +78,7 @@ def test_row_05_sigterm_within_an_evaluation(run: FaultRun, tmp_path: Path) -> N
     assert [e["step"] for e in run.events("eval")] == [0]
 
 
-def test_row_06_sigterm_to_one_rank(run: FaultRun, reference: Reference) -> None:
+def test_row_06_sigterm_to_one_rank(run, reference):
     """Torchrun never hears of it and reports success; world 2 goes on as the same bits."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=PACE)
@@ -93,11 +86,11 @@ def test_row_06_sigterm_to_one_rank(run: FaultRun, reference: Reference) -> None
     os.kill(run.workers(process)[1], signal.SIGTERM)
     assert run.end_of(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
-def test_row_07_ctrl_c(presses: int, run: FaultRun) -> None:
+def test_row_07_ctrl_c(presses, run):
     """Once and twice save; three times end at once. No process is ever left behind."""
     run.flags = ("--checkpoint_freq=5", "--eval_freq=0", "--max_steps=100000")
     fault = f"{PACE};checkpoint.model.safetensors:sleep1.5@*" if presses > 1 else PACE
@@ -117,7 +110,7 @@ def test_row_07_ctrl_c(presses: int, run: FaultRun) -> None:
     assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
 
 
-def test_row_08_slurms_sigusr1(run: FaultRun, reference: Reference) -> None:
+def test_row_08_slurms_sigusr1(run, reference):
     """It kills torchrun at once; the kernel tells the workers, and they save and end."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=PACE)
@@ -126,10 +119,10 @@ def test_row_08_slurms_sigusr1(run: FaultRun, reference: Reference) -> None:
     assert run.end_of(process) == -signal.SIGUSR1
     run.assert_no_process_left(process)
     assert_stopped_cleanly(run, "SIGTERM")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
-def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run: FaultRun) -> None:
+def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
     """Asked to handle it, torchrun forwards it and then ends as for SIGTERM: the step is on disk either way."""
     run.flags = FOREVER
     process = run.start(world=2, torchrun=("--signals-to-handle=SIGTERM,SIGUSR1",), FAULT=PACE)
@@ -144,9 +137,7 @@ def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run: Fa
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_row_09_the_launcher_dies(
-    number: signal.Signals, run: FaultRun, reference: Reference
-) -> None:
+def test_row_09_the_launcher_dies(number, run, reference):
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=PACE)
     run.wait_for(process, "step", 6)
@@ -154,10 +145,10 @@ def test_row_09_the_launcher_dies(
     run.end_of(process)
     run.assert_no_process_left(process)
     assert_stopped_cleanly(run, "SIGTERM" if number == signal.SIGKILL else "SIGHUP")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
-def test_row_10_a_stop_that_outlasts_the_grace(run: FaultRun, reference: Reference) -> None:
+def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
     """Said beforehand, with the cure; killed within the save, the previous checkpoint stands."""
     process = run.start(
         world=2,
@@ -174,11 +165,11 @@ def test_row_10_a_stop_that_outlasts_the_grace(run: FaultRun, reference: Referen
     run.assert_no_process_left(process)
     assert run.saved() == [5]
     assert run.status()["state"] == "running", "nobody was left to say otherwise"
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_files_stop_and_save_are_taken_up(world: int, run: FaultRun) -> None:
+def test_files_stop_and_save_are_taken_up(world, run):
     run.flags = FOREVER
     process = run.start(world=world, FAULT=PACE)
     run.wait_for(process, "step", 3)
@@ -196,7 +187,7 @@ def test_files_stop_and_save_are_taken_up(world: int, run: FaultRun) -> None:
 IMPORTED = "import os, sys, time\nimport gpt2lab.training.trainer as t\n"
 
 
-def test_a_typed_moment_stops_in_time(run: FaultRun, tmp_path: Path) -> None:
+def test_a_typed_moment_stops_in_time(run, tmp_path):
     run.flags = FOREVER
     program = python_program(
         tmp_path,
@@ -209,7 +200,7 @@ def test_a_typed_moment_stops_in_time(run: FaultRun, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def set_clock(tmp_path: Path) -> Callable[[int], dict[str, str]]:
+def set_clock(tmp_path) -> Callable[[int], dict[str, str]]:
     """Return a function that sets the wall clock of programs started with the environment it returns, in hours."""
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler to build a library with that sets the clock of a process")
@@ -228,9 +219,7 @@ def set_clock(tmp_path: Path) -> Callable[[int], dict[str, str]]:
 
 
 @pytest.mark.parametrize("hours", [-24, 24])
-def test_row_28_a_clock_that_jumps_changes_nothing(
-    hours: int, run: FaultRun, tmp_path: Path, set_clock: Callable[[int], dict[str, str]]
-) -> None:
+def test_row_28_a_clock_that_jumps_changes_nothing(hours, run, tmp_path, set_clock):
     """Neither the job's end, nor the minutes between saves, nor times, rates and forecasts follow the wall clock."""
     run.flags = (*FOREVER, "--checkpoint_minutes=0.02", "--keep_checkpoints=100")
     program = python_program(

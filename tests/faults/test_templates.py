@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,27 +21,9 @@ pytestmark = pytest.mark.fault
 SCRIPTS = launch.REPOSITORY / "scripts"
 
 
-def start(run: FaultRun, command: list[str], **env: str) -> subprocess.Popen[str]:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with open(run.folder / "err.txt", "w") as errors:
-        process = subprocess.Popen(
-            command,
-            env=launch.environment(**env),
-            cwd=launch.REPOSITORY,
-            stderr=errors,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-    run.processes.append(process)
-    return process
-
-
-def test_run_until_done_starts_again_after_a_kill(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_run_until_done_starts_again_after_a_kill(run, reference):
     script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN), *run.argv()]
-    process = start(run, script, PAUSE="0", FAULT=PACE)
+    process = run.run_command(script, PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 7)
     os.kill(run_pid(run), signal.SIGKILL)
     assert run.end_of(process) == 0, run.errors()
@@ -56,28 +37,30 @@ def run_pid(run: FaultRun) -> int:
     return int(run.status()["pid"])
 
 
-def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run: FaultRun) -> None:
+def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN)]
-    process = start(run, [*script, *run.argv()], PAUSE="0", FAULT=PACE)
+    process = run.run_command([*script, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
     process.send_signal(signal.SIGTERM)
     assert run.end_of(process) == 0
     assert run.status()["reason"] == "SIGTERM"
-    process = start(run, [*script, *run.argv(), "--n_layer=3"], PAUSE="0")
+    process = run.run_command([*script, *run.argv(), "--n_layer=3"], PAUSE="0")
     assert run.end_of(process) == 2
     assert "a restart would meet the same" in run.errors()
-    process = start(run, [*script, *run.argv()], PAUSE="0", MAX_CRASHES="2", FAULT="step:kill9@20")
+    process = run.run_command(
+        [*script, *run.argv()], PAUSE="0", MAX_CRASHES="2", FAULT="step:kill9@20"
+    )
     assert run.end_of(process) == 1
     assert "2 crashes without a new checkpoint" in run.errors()
-    process = start(run, [*script, "--model=gpt2"])
+    process = run.run_command([*script, "--model=gpt2"])
     assert run.end_of(process) == 2
     assert "needs --run_name" in run.errors()
 
 
-def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun) -> None:
+def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
     marks = run.folder / "starts"
     command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
-    process = start(run, [str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="60")
+    process = run.run_command([str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="60")
     while "starting again" not in run.errors():
         assert process.poll() is None
         time.sleep(0.05)
@@ -86,13 +69,11 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun
     assert marks.read_text() == "start\n"
 
 
-def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(
-    run: FaultRun,
-) -> None:
+def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run):
     """The launcher says 1 for it, as for a crash that a restart would cure."""
     command = launch.command_for(launch.TRAIN, run.argv(), world=2)
     script = [str(SCRIPTS / "run_until_done.sh"), *command]
-    process = start(run, script, PAUSE="0", FAULT=PACE)
+    process = run.run_command(script, PAUSE="0", FAULT=PACE)
     run.wait_for(process, "checkpoint", 5)
     away = run.folder / "away"
     run.path.rename(away)
@@ -105,9 +86,7 @@ def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(
     assert [event["from_step"] for event in run.events("resume")] == [max(5, min(run.saved()))]
 
 
-def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
-    run: FaultRun,
-) -> None:
+def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(run):
     marks, away = run.folder / "starts", run.folder / "away"
     status = '{\n "state": "running",\n "checkpoint": null\n}'
     crash = (
@@ -116,20 +95,20 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     command = ["bash", "-c", f"{crash}; mv '{run.path}' '{away}'; exit 1", *run.argv()]
     run.path.mkdir(parents=True)
     (run.path / "status.json").write_text(status)
-    process = start(run, [str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="0")
+    process = run.run_command([str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="0")
     assert run.end_of(process) == 75
     assert f"error: {run.path}: moved or deleted; put it back" in run.errors()
     assert marks.read_text() == "start\n"
 
 
-def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run: FaultRun) -> None:
+def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
     """Workers that save after their launcher was killed hold it for seconds, a dead NFS client for longer."""
     run.path.mkdir(parents=True)
     command = launch.command_for(launch.TRAIN, run.argv(), world=2)
     script = [str(SCRIPTS / "run_until_done.sh"), *command]
     with open(run.path / "run.lock", "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = start(run, script, PAUSE="0", MAX_CRASHES="1000")
+        process = run.run_command(script, PAUSE="0", MAX_CRASHES="1000")
         while "starting again" not in run.errors():
             assert process.poll() is None, run.errors()
             time.sleep(0.05)
@@ -148,8 +127,8 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run: FaultRun) -
     ],
 )
 def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
-    run: FaultRun, tmp_path: Path, state: str, reason: str, goes_back: bool
-) -> None:
+    run, tmp_path, state, reason, goes_back
+):
     run.path.mkdir(parents=True)
     status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
     (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")
@@ -164,14 +143,12 @@ def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
         "TORCHRUN": str(tmp_path / "torchrun"),
         "SLURM_JOB_ID": "7",
     }
-    process = start(run, ["bash", str(SCRIPTS / "slurm.sh"), *run.argv()], **environment)
+    process = run.run_command(["bash", str(SCRIPTS / "slurm.sh"), *run.argv()], **environment)
     assert run.end_of(process) == 0, run.errors()
     assert (tmp_path / "is_back").exists() == goes_back
 
 
-def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
-    run: FaultRun, tmp_path: Path
-) -> None:
+def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
     fake = tmp_path / "bin"
     fake.mkdir()
     (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')
@@ -187,17 +164,17 @@ def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
     }
     script = ["bash", str(SCRIPTS / "slurm.sh"), *run.argv()]
     job_end = str(int(time.time()) + 20)
-    assert run.end_of(start(run, script, SLURM_JOB_END_TIME=job_end, **environment)) == 0
+    assert run.end_of(run.run_command(script, SLURM_JOB_END_TIME=job_end, **environment)) == 0
     assert run.status()["reason"] == "SLURM_JOB_END_TIME"
-    process = start(run, script, **environment)
+    process = run.run_command(script, **environment)
     run.wait_for(process, "step", run.status()["step"] + 1, attempt=2)
     process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@120 does
     assert run.end_of(process) == 0
     assert run.status()["reason"] == "SIGTERM"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
-    rejected = start(run, [*script, "--n_layer=3"], **environment)
+    rejected = run.run_command([*script, "--n_layer=3"], **environment)
     assert run.end_of(rejected) != 0, "and a rejected start is not put back on an older one's word"
     more = [*script, f"--max_steps={run.status()['step'] + 1}", "--allow_change=max_steps"]
-    assert run.end_of(start(run, more, **environment)) == 0
+    assert run.end_of(run.run_command(more, **environment)) == 0
     assert run.status()["state"] == "completed"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2, "done is done"

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,19 +37,7 @@ def cable() -> Iterator[None]:
     try:
         for node in NODES:
             ip("netns", "add", node)
-        ip(
-            "link",
-            "add",
-            "wire",
-            "netns",
-            NODES[0],
-            "type",
-            "veth",
-            "peer",
-            "wire",
-            "netns",
-            NODES[1],
-        )
+        ip(*f"link add wire netns {NODES[0]} type veth peer wire netns {NODES[1]}".split())
         for node, address in zip(NODES, ADDRESSES, strict=True):
             ip("-n", node, "addr", "add", f"{address}/24", "dev", "wire")
             ip("-n", node, "link", "set", "wire", "up")
@@ -66,24 +54,13 @@ def start_node(run: FaultRun, node: int, *more: str, **env: str) -> subprocess.P
     """Start one machine's torchrun, as a user would type it there."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     torchrun += ["--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}", "--master_port=29577"]
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with open(run.folder / f"node{node}.txt", "a") as said:
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)],
-            env=launch.environment(GLOO_SOCKET_IFNAME="wire", **env),
-            stdout=said,
-            stderr=said,
-            text=True,
-            start_new_session=True,
-        )
-    run.processes.append(process)
-    return process
+    command = ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)]
+    said = f"node{node}.txt"
+    return run.run_command(command, said=said, errors=said, GLOO_SOCKET_IFNAME="wire", **env)
 
 
 @pytest.mark.usefixtures("cable")
-def test_one_of_two_nodes_is_killed_and_both_go_on(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_one_of_two_nodes_is_killed_and_both_go_on(run, reference):
     run.flags = ("--checkpoint_freq=5", "--eval_freq=0", f"--max_steps={STEPS}")
     first, second = (start_node(run, node, FAULT=PACE) for node in (0, 1))
     run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
@@ -100,9 +77,6 @@ def test_one_of_two_nodes_is_killed_and_both_go_on(
     run.assert_equals(reference(2))
 
 
-# -- on the loopback -------------------------------------------------------------------------------------------------
-
-
 def start_script(
     run: FaultRun, node: int, port: int, program: Path = launch.TRAIN
 ) -> subprocess.Popen[str]:
@@ -110,18 +84,10 @@ def start_script(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     torchrun += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     script = str(launch.SCRIPTS / "run_until_done.sh")
-    run.folder.mkdir(parents=True, exist_ok=True)
+    command = [script, *torchrun, str(program), *run.argv("--hang_seconds=3")]
+    said = f"node{node}.txt"
+    process = run.run_command(command, said=said, errors=said, PAUSE="1", FAULT=PACE)
     run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
-    with open(run.folder / f"node{node}.txt", "a") as said:
-        process = subprocess.Popen(
-            [script, *torchrun, str(program), *run.argv("--hang_seconds=3")],
-            env=launch.environment(PAUSE="1", FAULT=PACE),
-            stdout=said,
-            stderr=said,
-            text=True,
-            start_new_session=True,
-        )
-    run.processes.append(process)
     return process
 
 
@@ -137,9 +103,7 @@ def send(run: FaultRun, number: signal.Signals, node: subprocess.Popen[str], wor
     os.kill(worker, number)
 
 
-def test_row_45_a_node_that_freezes_is_named_and_waited_for(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_row_45_a_node_that_freezes_is_named_and_waited_for(run, reference):
     """The other one ends its hang and starts again; once the frozen one moves, both go on by themselves."""
     port = free_port()
     first, second = (start_script(run, node, port) for node in (0, 1))
@@ -156,9 +120,7 @@ def test_row_45_a_node_that_freezes_is_named_and_waited_for(
     run.assert_equals(reference(2))
 
 
-def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(
-    run: FaultRun, reference: Callable[[int], FaultRun], tmp_path: Path
-) -> None:
+def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(run, reference, tmp_path):
     """All its processes are gone at once, and come back later with the same command line; the other one never left."""
     slow = python_program(
         tmp_path,

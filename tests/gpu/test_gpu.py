@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 import launch
 from gpt2lab.checkpoint import store
 from gpt2lab.config.schema import (
-    AttentionBackend,
     ModelConfig,
     OptimConfig,
     Optimizer,
@@ -60,7 +59,7 @@ def _flags(data: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind():
     buffer = store.StagingBuffer(2**20, pin=True)
     assert buffer._is_pinned
     assert not store._cuda("cudaHostRegister", buffer.shared.address, 2**20, 0)  # it is already
@@ -87,7 +86,7 @@ def _environment(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fp32(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp32(tiny_data, tmp_path_factory) -> Path:
     """Return the plain run that others are compared with."""
     return _train(tiny_data, tmp_path_factory.mktemp("fp32"), "--dtype=fp32", "--compile=off")
 
@@ -95,18 +94,18 @@ def fp32(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- the same curve ------------------------------------------------------------------------------------------------
 
 
-def test_fp32_on_the_gpu_follows_the_cpu(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_fp32_on_the_gpu_follows_the_cpu(fp32, tiny_data, tmp_path):
     cpu = _train(tiny_data, tmp_path, "--dtype=fp32", "--compile=off", "--device=cpu")
     _assert_close(fp32, cpu, 1e-4)
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
-def test_bf16_follows_fp32(compile: str, fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_bf16_follows_fp32(compile, fp32, tiny_data, tmp_path):
     bf16 = _train(tiny_data, tmp_path, "--dtype=bf16", f"--compile={compile}")
     _assert_close(bf16, fp32, 5e-3)  # bf16 has 8 bits: 2**-8 relative
 
 
-def test_muon_follows_the_cpu(tiny_data: Path, tmp_path: Path) -> None:
+def test_muon_follows_the_cpu(tiny_data, tmp_path):
     """Its products are in bf16 on a GPU, in fp32 on a CPU."""
     more = ("--optimizer=muon", "--dtype=fp32", "--compile=off")
     gpu = _train(tiny_data, tmp_path / "gpu", *more)
@@ -115,14 +114,12 @@ def test_muon_follows_the_cpu(tiny_data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])
-def test_recomputing_follows_fp32(
-    recompute: str, fp32: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_recomputing_follows_fp32(recompute, fp32, tiny_data, tmp_path):
     more = ("--dtype=fp32", "--compile=off", f"--activation_checkpointing={recompute}")
     _assert_close(_train(tiny_data, tmp_path, *more), fp32, 1e-5)
 
 
-def test_one_process_over_nccl_equals_none(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_one_process_over_nccl_equals_none(fp32, tiny_data, tmp_path):
     """With torchrun's environment one process goes through DDP and NCCL; the step is the same."""
     more = ("--dtype=fp32", "--compile=off")
     nccl = _train(tiny_data, tmp_path, *more, **ALONE, MASTER_PORT="29517")
@@ -130,7 +127,7 @@ def test_one_process_over_nccl_equals_none(fp32: Path, tiny_data: Path, tmp_path
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
+def test_modes_of_sharing_agree_on_gpus(world, tmp_path):
     """ddp, zero1, fsdp and its offload over NCCL: losses, norms, rejections and files; see workers/modes.py."""
     if world > torch.cuda.device_count():
         pytest.skip(f"{world} GPUs")
@@ -144,9 +141,7 @@ def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [("--parallel=fsdp",), ("--parallel=fsdp", "--fsdp_offload")])
-def test_two_gpus_train_as_one(
-    more: tuple[str, ...], fp32: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_two_gpus_train_as_one(more, fp32, tiny_data, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("2 GPUs")
     flags = _flags(tiny_data, tmp_path, "--dtype=fp32", "--compile=off", *more)
@@ -160,9 +155,7 @@ def test_two_gpus_train_as_one(
 
 
 @pytest.mark.parametrize(("dtype", "compile"), [("fp32", "off"), ("bf16", "off"), ("bf16", "on")])
-def test_resume_is_bit_identical_in_deterministic_mode(
-    dtype: str, compile: str, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_resume_is_bit_identical_in_deterministic_mode(dtype, compile, tiny_data, tmp_path):
     more = (f"--dtype={dtype}", f"--compile={compile}", "--deterministic")
     straight = _train(tiny_data, tmp_path / "straight", *more)
     flags = _flags(tiny_data, tmp_path / "cut", *more)
@@ -174,9 +167,7 @@ def test_resume_is_bit_identical_in_deterministic_mode(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
-def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(
-    optimizer: str, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(optimizer, tiny_data, tmp_path):
     """Also around an update that is not finite, which the GPU rejects by itself."""
     runs = []
     for order in ("0", "1"):
@@ -193,7 +184,7 @@ def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(
     assert launch.parameter_hash(runs[0], 20) == launch.parameter_hash(runs[1], 20)
 
 
-def test_a_run_goes_from_gpu_to_cpu_and_back(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_run_goes_from_gpu_to_cpu_and_back(fp32, tiny_data, tmp_path):
     more = ("--dtype=fp32", "--compile=off")
     _train(tiny_data, tmp_path, *more, "--stop_after_steps=5")
     _train(tiny_data, tmp_path, *more, "--resume=latest", "--device=cpu", "--stop_after_steps=10")
@@ -202,7 +193,7 @@ def test_a_run_goes_from_gpu_to_cpu_and_back(fp32: Path, tiny_data: Path, tmp_pa
     _assert_close(run, fp32, 1e-4)
 
 
-def test_all_that_a_run_does_has_a_deterministic_kernel(tiny_data: Path, tmp_path: Path) -> None:
+def test_all_that_a_run_does_has_a_deterministic_kernel(tiny_data, tmp_path):
     """Operators that have none are rejected by torch: of evaluation, sampling and HellaSwag too."""
     items = write_items(tmp_path / "items.jsonl", 8)
     more = (
@@ -217,7 +208,7 @@ def test_all_that_a_run_does_has_a_deterministic_kernel(tiny_data: Path, tmp_pat
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_on_a_hopper_is_cudnns(tiny_data: Path, tmp_path: Path) -> None:
+def test_the_kernel_on_a_hopper_is_cudnns(tiny_data, tmp_path):
     """If not, a library path or an environment variable costs a tenth of the speed."""
     if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
         pytest.skip("a Hopper or Blackwell card")
@@ -226,9 +217,7 @@ def test_the_kernel_on_a_hopper_is_cudnns(tiny_data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("wanted", ["cudnn", "flash", "efficient", "math"])
-def test_a_named_kernel_runs_and_gives_the_same_curve(
-    wanted: str, fp32: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_named_kernel_runs_and_gives_the_same_curve(wanted, fp32, tiny_data, tmp_path):
     run = _train(tiny_data, tmp_path, "--dtype=bf16", "--compile=off", f"--attention={wanted}")
     assert _environment(run)["attention"] == wanted
     assert f"attention {wanted}" in (run / "log.txt").read_text()
@@ -239,9 +228,7 @@ def test_a_named_kernel_runs_and_gives_the_same_curve(
     "more",
     [("--attention=flash", "--dtype=fp32"), ("--attention=cudnn", "--deterministic")],
 )
-def test_a_kernel_that_cannot_is_rejected(
-    more: tuple[str, ...], tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_kernel_that_cannot_is_rejected(more, tiny_data, tmp_path):
     done = launch.train(_flags(tiny_data, tmp_path, *more))
     assert done.returncode == 2
     assert "cannot do B 4, H 2, T 16, D 32" in done.stderr.splitlines()[-1]
@@ -249,7 +236,7 @@ def test_a_kernel_that_cannot_is_rejected(
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+def alone(monkeypatch) -> Iterator[Runtime]:
     """Return a process without peers on the GPU, and take back what it set for good."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -279,9 +266,7 @@ KERNELS = {"cudnn": "cudnn_generated", "flash": "flash_fwd", "efficient": "fmha"
 
 
 @pytest.mark.parametrize("wanted", ["flash", "efficient", "cudnn"])
-def test_the_compiled_step_starts_the_chosen_kernel(
-    wanted: AttentionBackend, alone: Runtime
-) -> None:
+def test_the_compiled_step_starts_the_chosen_kernel(wanted, alone):
     """All three compile the same graph: none may find in the cache what another one left there."""
     strategy = Strategy(alone, SystemConfig(compile="on", dtype="bf16"))
     model = build_model(MODEL, seed=1, device=alone.device)
@@ -297,7 +282,7 @@ def test_the_compiled_step_starts_the_chosen_kernel(
     assert found == {wanted}, names
 
 
-def test_a_growing_text_starts_no_kernel_of_cudnn(alone: Runtime) -> None:
+def test_a_growing_text_starts_no_kernel_of_cudnn(alone):
     """It would build a plan for each length."""
     strategy = Strategy(alone, SystemConfig(dtype="bf16"))
     model = build_model(MODEL, seed=1, device=alone.device).eval()
@@ -314,9 +299,7 @@ def test_a_growing_text_starts_no_kernel_of_cudnn(alone: Runtime) -> None:
 
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))
 @pytest.mark.parametrize("waits", [0, 1])
-def test_a_step_waits_for_the_gpu_only_where_the_host_decides(
-    optimizer: Any, waits: int, alone: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_the_gpu_only_where_the_host_decides(optimizer, waits, alone, monkeypatch):
     """For the loss and the norm together, before the update: not for batches, not for the optimizer."""
     waited, plain = [], torch.cuda.Event.synchronize
     monkeypatch.setattr(
@@ -341,7 +324,7 @@ def test_a_step_waits_for_the_gpu_only_where_the_host_decides(
         assert waited.count(number) == waits
 
 
-def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone: Runtime) -> None:
+def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone):
     weights = []
     for device in (alone.device, torch.device("cpu")):
         model = build_model(MODEL, seed=1, device=device)
@@ -358,9 +341,7 @@ def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone: Runtime) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_validation_needs_less_memory_than_a_compiled_step(
-    alone: Runtime, tmp_path: Path
-) -> None:
+def test_a_validation_needs_less_memory_than_a_compiled_step(alone, tmp_path):
     config, B, T = ModelConfig(n_layer=2, n_head=2, n_embd=128), 16, 1024
     data = open_data(write_shards(tmp_path, train=(2000,), val=(60_000,)), vocab_size=50304)
     strategy = Strategy(alone, SystemConfig(compile="on", dtype="bf16"))
@@ -392,7 +373,7 @@ def test_a_validation_needs_less_memory_than_a_compiled_step(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_memory_is_what_the_planner_says(dtype: Any, tmp_path: Path) -> None:
+def test_memory_is_what_the_planner_says(dtype, tmp_path):
     """Of GPT-2 124M uncompiled: within 5 %, besides cuBLAS's and cuDNN's own buffers."""
     data = write_shards(tmp_path / "data", train=(60_000,), val=(3_000,))
     more = (
@@ -407,7 +388,7 @@ def test_memory_is_what_the_planner_says(dtype: Any, tmp_path: Path) -> None:
     assert 0.95 * expected < found < 1.05 * expected + 128 * 2**20
 
 
-def test_a_second_start_compiles_nothing_anew(tiny_data: Path, tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_anew(tiny_data, tmp_path):
     extra = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     more = ("--compile=on", "--max_steps=2")
     for name in ("one", "two"):
@@ -417,7 +398,7 @@ def test_a_second_start_compiles_nothing_anew(tiny_data: Path, tmp_path: Path) -
     assert two["from_cache"] == two["graphs"] == one["graphs"]
 
 
-def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
+def test_benchmark_of_the_training_step(tmp_path):
     words = ["--model", "tiny256", "--steps", 3, "--warmup", 2, "--memory", "--profile"]
     words += ["--variant", "flash", "eager", "--total_seconds", 280, "--json", tmp_path / "g.json"]
     code, said, error = script("benchmark", "gpu", *words)
@@ -436,7 +417,7 @@ def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
     assert measured < 1.05 * sum(seconds.values()), "kernels were counted twice"
 
 
-def test_the_environment_of_the_first_report() -> None:
+def test_the_environment_of_the_first_report():
     """Prints what a report must name: pytest -m gpu -s -k environment."""
     print()
     for name, value in {

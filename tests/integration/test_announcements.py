@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +41,7 @@ def assert_announced(lines: list[str], stretches: dict[str, str]) -> None:
             assert re.match(end, lines[after]), lines[after]
 
 
-def test_each_measurement_is_announced(tmp_path: Path) -> None:
+def test_each_measurement_is_announced(tmp_path):
     write_shards(tmp_path / "data", train=(1003,), val=(650,))
     write_items(tmp_path / "items.jsonl")
     done = launch.train_in_forks(flags_of(tmp_path, "r"))
@@ -53,7 +52,7 @@ def test_each_measurement_is_announced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiling_is_announced(tmp_path: Path) -> None:
+def test_compiling_is_announced(tmp_path):
     write_shards(tmp_path / "data", train=(1003,), val=(650,))
     write_items(tmp_path / "items.jsonl")
     done = launch.train(flags_of(tmp_path, "r", "--compile=on"))
@@ -61,7 +60,7 @@ def test_compiling_is_announced(tmp_path: Path) -> None:
     assert_announced(done.stdout.splitlines(), STRETCHES)
 
 
-def test_the_first_ctrl_c_is_answered(tiny_data: Path, tmp_path: Path) -> None:
+def test_the_first_ctrl_c_is_answered(tiny_data, tmp_path):
     run = Run(tiny_data, tmp_path)
     process = subprocess.Popen(
         [sys.executable, str(TRAIN), *run.flags, "--max_steps=100000"],
@@ -81,7 +80,7 @@ def test_the_first_ctrl_c_is_answered(tiny_data: Path, tmp_path: Path) -> None:
     assert json.loads((run.path / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_complete_run_ends_with_the_commands_that_people_want_next(tmp_path: Path) -> None:
+def test_a_complete_run_ends_with_the_commands_that_people_want_next(tmp_path):
     write_shards(tmp_path / "data", train=(1003,), val=(650,))
     write_items(tmp_path / "items.jsonl")
     done = launch.train_in_forks(flags_of(tmp_path, "r"))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ import launch
 from gpt2lab.commands import api
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
-from launch import HANG_SECONDS, REPOSITORY
-from whole_run import Run
+from launch import REPOSITORY
 
 DOCTEST = """
 import doctest, sys
@@ -26,24 +22,17 @@ sys.exit(failed > 0)
 """
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> launch.Done:
     """Run Python in a folder with a copy of the package, as it is where gpt2lab is installed."""
     site = folder.parent / "site"
     if not site.exists():
         shutil.copytree(REPOSITORY / "src" / "gpt2lab", site / "gpt2lab")
     folder.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    return launch.python(*command, folder=folder, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow
-def test_the_page_of_the_api_runs(tmp_path: Path) -> None:
+def test_the_page_of_the_api_runs(tmp_path):
     page = REPOSITORY / "docs" / "api.md"
     done = run(tmp_path / "empty", "-c", DOCTEST, str(page))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +40,7 @@ def test_the_page_of_the_api_runs(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "empty").iterdir()} == {"data", "checkpoints"}
 
 
-def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_importing_the_package_imports_nothing_heavy(tmp_path):
     code = (
         "import sys, gpt2lab; assert not {'torch', 'numpy', 'argparse'} & set(sys.modules); "
         "assert set(gpt2lab.__all__) <= set(dir(gpt2lab)); "
@@ -61,7 +50,7 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_entry_points_do_not_hide_the_functions() -> None:
+def test_the_entry_points_do_not_hide_the_functions():
     """`gpt2lab.train` is a function to import and a module to run; importing the module would replace it."""
     with pytest.raises(ImportError, match="an entry point"):
         __import__("gpt2lab.train")
@@ -72,7 +61,7 @@ def test_the_entry_points_do_not_hide_the_functions() -> None:
         _ = gpt2lab.trian
 
 
-def test_a_run_of_the_api_is_a_run_of_the_command_line(run: Run, tmp_path: Path) -> None:
+def test_a_run_of_the_api_is_a_run_of_the_command_line(run, tmp_path):
     run.train("--max_steps=4", "--eval_freq=2")
     settings = gpt2lab.open_run(run.path).config
     found = gpt2lab.train(settings, run_name="b", log_freq=3)
@@ -87,7 +76,7 @@ def test_a_run_of_the_api_is_a_run_of_the_command_line(run: Run, tmp_path: Path)
         found.metrics("evals")
 
 
-def test_another_length_replaces_that_of_a_runs_settings(run: Run) -> None:
+def test_another_length_replaces_that_of_a_runs_settings(run):
     """They are taken as its config.json is: what is typed counts above it, of three units of one length too."""
     run.train("--max_steps=2")
     settings = gpt2lab.open_run(run.path).config
@@ -97,7 +86,7 @@ def test_another_length_replaces_that_of_a_runs_settings(run: Run) -> None:
     assert (found.config["max_steps"], found.config["max_tokens"]) == (None, tokens)
 
 
-def test_a_model_takes_one_text_that_fits(run: Run) -> None:
+def test_a_model_takes_one_text_that_fits(run):
     run.train("--max_steps=1", "--vocab_size=50304", "--sample_freq=0")
     model = gpt2lab.load(run.path)
     long = "word " * (model.config.context_length + 1)
@@ -110,8 +99,8 @@ def test_a_model_takes_one_text_that_fits(run: Run) -> None:
             call(["a", "b"])  # type: ignore[arg-type]
 
 
-def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
-    before = to_flat(gpt2lab.commands.api.Command((), api.Actions(), {}).config)
+def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
+    before = to_flat(gpt2lab.commands.api.Command((), api.Actions(), {}).fresh())
     assert before["model"] == "gpt2"
     for call, says in (
         (lambda: gpt2lab.train({"n_leyer": 2}), "unknown setting n_leyer: did you mean n_layer"),

@@ -56,7 +56,7 @@ def missing(line: str, texts: list[str]) -> list[str]:
     return [part for part in parts if part and not any(part in text for text in texts)]
 
 
-def test_every_quoted_message_is_in_the_source() -> None:
+def test_every_quoted_message_is_in_the_source():
     boxes = re.findall(r"```text\n(.*?)```", TROUBLE, flags=re.S)
     lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
     assert len(lines) >= 12
@@ -66,7 +66,7 @@ def test_every_quoted_message_is_in_the_source() -> None:
     assert missing("is slow: … s of its own a day", texts) == ["s of its own a day"]
 
 
-def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
+def test_every_problem_quotes_a_message_and_names_a_flag():
     parts = re.split(r"^\*\*", TROUBLE, flags=re.M)[1:]
     assert len(parts) == 9
     for part in parts:
@@ -82,7 +82,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_path_exists(page: str) -> None:
+def test_every_link_and_path_exists(page):
     folder = (REPOSITORY / page).parent
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if "://" in link:
@@ -99,7 +99,7 @@ def test_every_link_and_path_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_cited_test_exists(page: str) -> None:
+def test_every_cited_test_exists(page):
     sources = {path.name: path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")}
     for file, name in re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)(?:::(\w+))?", PAGES[page]):
         assert file in sources, file
@@ -152,7 +152,7 @@ def verb_of(words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_every_command_exists(page, capsys):
     known: dict[str, set[str]] = {}
     for words in commands(PAGES[page]):
         verb = verb_of(words)
@@ -167,7 +167,7 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
         assert typed <= known[verb], words
 
 
-def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_in_a_sentence_exists(capsys):
     known = {*LEAVES, *Actions.__dataclass_fields__, *FOREIGN}
     for verb in VERBS:
         for inner in FAMILIES.get(verb, ("",)):
@@ -178,7 +178,7 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
         assert not unknown, f"{page}: {unknown}"
 
 
-def test_the_picture_of_speeds_repeats_the_table() -> None:
+def test_the_picture_of_speeds_repeats_the_table():
     drawn = json.loads((REPOSITORY / "docs" / "benchmarks.json").read_text())
     rows: dict[str, list[str]] = {}
     for line in PAGES["docs/benchmarks.md"].splitlines():

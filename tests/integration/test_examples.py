@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,19 +30,13 @@ def story(seed: int) -> str:
     return " ".join(words) + "."
 
 
-def run_example(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_example(*words: str, folder: Path) -> launch.Done:
     """Run the example as two tasks in two processes."""
     example = REPOSITORY / "examples" / "filter_with_datatrove.py"
-    return subprocess.run(
-        [sys.executable, str(example), *words, "--tasks=2", "--workers=2"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    return launch.python(example, *words, "--tasks=2", "--workers=2", folder=folder)
 
 
-def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path: Path) -> None:
+def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path):
     works_with("datatrove", version("datatrove"), "filtering and deduplication before prepare")
     stories = [story(seed) for seed in range(40)]
     near = [f"{text} Copied." for text in stories[:10]]
@@ -68,14 +60,14 @@ def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path: Path) -> 
     assert sorted(GPT2.decode(ids[1:].tolist()) for ids in documents) == sorted(kept)
 
 
-def test_a_typo_in_a_flag_is_rejected_before_the_work(tmp_path: Path) -> None:
+def test_a_typo_in_a_flag_is_rejected_before_the_work(tmp_path):
     write_jsonl(tmp_path / "texts" / "a.jsonl", [story(1)])
     done = run_example("texts", "work", "--out=data", "--val_token=500x", folder=tmp_path)
     assert done.returncode == 2
     assert not (tmp_path / "work").exists()
 
 
-def test_text_of_which_nothing_is_left_is_one_line(tmp_path: Path) -> None:
+def test_text_of_which_nothing_is_left_is_one_line(tmp_path):
     for folder, says in (("none", "no .jsonl files"), ("junk", "no document passes the rules")):
         if folder == "junk":
             write_jsonl(tmp_path / "junk" / "a.jsonl", ["too short"])

@@ -34,7 +34,7 @@ FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with a model, pairs, and the finished run `whole`; treat as read-only."""
     folder = tmp_path_factory.mktemp("finetune")
     write_model(folder / "hf")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_is_replayed_from_its_own_conversations(folder: Path, tmp_path: Path) -> None:
+def test_a_run_is_replayed_from_its_own_conversations(folder, tmp_path):
     finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
     assert "every bit as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
     for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
@@ -52,7 +52,7 @@ def test_a_run_is_replayed_from_its_own_conversations(folder: Path, tmp_path: Pa
         assert (done.returncode, line in done.stderr) == (2, True)
 
 
-def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
+def test_a_run_learns_and_is_logged_like_any(folder):
     run = folder / "runs" / "whole"
     steps, evals = launch.steps(run), launch.events(run, "eval")
     assert list(steps) == [1, 2, 3, 4, 5, 6]
@@ -69,7 +69,7 @@ def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
     assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
 
 
-def test_what_a_step_trained_on_can_be_read_back(folder: Path) -> None:
+def test_what_a_step_trained_on_can_be_read_back(folder):
     run = folder / "runs" / "whole"
     tokens = tokens_of_step(run, 4)
     assert tokens.windows.shape == (4, CONTEXT + 1)
@@ -78,13 +78,13 @@ def test_what_a_step_trained_on_can_be_read_back(folder: Path) -> None:
     assert re.search(r"--- sample 12: pairs_train row \d+\n<\|endoftext\|>### Instruction:\n", told)
 
 
-def test_its_report_names_the_conversations(folder: Path) -> None:
+def test_its_report_names_the_conversations(folder):
     page = render(folder / "runs" / "whole")
     assert ", on pairs.jsonl, begun" in page
     assert "data_dir" not in page[: page.index("settings of the last start")]
 
 
-def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed_it_is_the_same_run(folder, tmp_path):
     flags = flags_of(folder, tmp_path, "cut")
     finetune([*flags, "--stop_after_steps=2"])
     finetune([f"--checkpoint_dir={tmp_path}", "--run_name=cut", "--resume=latest"])
@@ -96,33 +96,10 @@ def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
-    folder: Path, tmp_path: Path
-) -> None:
-    lora = ("--lora_r=2", "--drift_check_freq=1")
-    finetune(flags_of(folder, tmp_path, "one", *lora))
-    two = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=4")
-    done = launch.train_in_forks(two, world=2, program=FINETUNE)
-    assert done.returncode == 0, done.stderr
-    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"])
-    one, two_steps = launch.steps(tmp_path / "one"), launch.steps(tmp_path / "two")
-    for step, event in one.items():
-        assert two_steps[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
-        assert two_steps[step]["batch_hash"] == event["batch_hash"]
-        assert two_steps[step]["tokens"] == event["tokens"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("modes", "lora"),
-    [
-        pytest.param(("fsdp", "zero1"), ("--lora_r=2",), id="adapters"),
-        pytest.param(("zero1", "fsdp"), (), id="all-weights", marks=pytest.mark.slow),
-    ],
+    ("modes", "lora"), [(("fsdp", "ddp"), ("--lora_r=2",)), (("zero1", "fsdp"), ())]
 )
-def test_what_each_process_holds_changes_nothing(
-    modes: tuple[str, str], lora: tuple[str, ...], folder: Path, tmp_path: Path
-) -> None:
+def test_what_each_process_holds_changes_nothing(modes, lora, folder, tmp_path):
     """Three steps in each mode, of two micro-batches a process, resumed in the other: as one process, files too."""
     finetune(flags_of(folder, tmp_path, "one", *lora))
     cut = ("--mini_batch_size=1", "--stop_after_steps=3")
@@ -147,7 +124,7 @@ def test_what_each_process_holds_changes_nothing(
         }
 
 
-def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path) -> None:
+def test_other_conversations_are_rejected_on_resume(folder, tmp_path):
     pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
     flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
     finetune(
@@ -162,14 +139,14 @@ def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path
     finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
     moved.write_text(spaced.replace("And?", "Then?"))
     with pytest.raises(
-        ConfigError, match=r"would change its mathematics: data .*allow_change data"
+        ConfigError, match=r"would change the training computation: data .*allow_change data"
     ):
         finetune([*flags, "--resume=latest"])
     with pytest.raises(ConfigError, match=r"packing on -> off"):
         finetune([*flags, "--resume=latest", "--packing=off"])
 
 
-def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> None:
+def test_each_program_continues_its_own_runs(folder, tmp_path):
     flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
     with pytest.raises(ConfigError, match=r"run whole was begun by gpt2lab finetune; continue it"):
         pretrain(parse(flags))
@@ -182,7 +159,7 @@ def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> No
     assert "src/finetune.py --resume latest" in write(plan, output="command")
 
 
-def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_no_longer_improves_stops_and_is_saved(folder, tmp_path):
     """At a rate of 3 the loss only grows: the best is the first evaluation, and two more are one too many."""
     more = ("--max_lr=3", "--warmup_steps=0", "--max_steps=20", "--eval_freq=2", "--grad_clip=0")
     finetune(flags_of(folder, tmp_path, "r", *more, "--early_stopping_patience=2"))
@@ -195,7 +172,7 @@ def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path
     assert (tmp_path / "r" / f"step_{best + 4:08d}").is_dir()
 
 
-def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
+def test_rates_are_parts_of_the_presets_and_adapters_are_adamws():
     def begun(*more: str) -> dict[str, Any]:
         command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
         return to_flat(FINETUNING.defaults(command, command.over(preset("modern-micro"))))
@@ -211,42 +188,28 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
         begun("--lora_r=4", "--optimizer=muon")
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    "change",
     [
-        (("--instructions=none.jsonl",), ("none.jsonl: No such file", "hf:NAME or demo")),
-        (("--init_from=runs/none/x",), ("runs/none/x: no such folder",)),
-        (("--n_layer=2",), ("n_layer 2 does not fit --init_from",)),
-        (
-            ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
-            ("'q_proj' matches no", "c_attn, c_fc, c_"),
-        ),
-        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
-        (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
-        (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
-        (("--data_dir=data",), ("--data_dir is for pretraining",)),
-        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to gpt2lab train",)),
-        (("--mini_batch_size=auto",), ("auto is for pretraining",)),
+        *("--instructions=none.jsonl", "--init_from=runs/none/x", "--n_layer=2", "--lora_r=-1"),
+        *("--lora_targets=c_attn", "--val_fraction=1", "--data_dir=data", "--fit_schedule"),
+        *("--mini_batch_size=auto", "--lora_r=2 --lora_targets=c_attn,q_proj"),
+        *("--init_from=None", "--instructions=None"),
     ],
 )
-def test_settings_that_cannot_work_are_one_line(
-    change: tuple[str, ...], parts: tuple[str, ...], folder: Path, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_work_are_one_line(change, folder, tmp_path, wording, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     flags = flags_of(folder, tmp_path / "runs", "r")
-    names = {flag.partition("=")[0] for flag in change}
+    names = {flag.partition("=")[0] for flag in change.split()}
     kept = [flag for flag in flags if flag.partition("=")[0] not in names]
+    typed = [flag for flag in change.split() if not flag.endswith("=None")]
     with pytest.raises(GPT2LabError) as caught:
-        finetune([*kept, *change])
-    line = str(caught.value)
-    assert "\n" not in line
-    assert all(part in line for part in parts), line
+        finetune([*kept, *typed])
+    wording(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_lists_plans_and_rejects(folder: Path, tmp_path: Path) -> None:
+def test_the_command_lists_plans_and_rejects(folder, tmp_path):
     flags = flags_of(folder, tmp_path / "runs", "r", "--dry_run")
     planned = launch.call(FINETUNE, *flags)
     assert planned.returncode == 0
@@ -263,7 +226,7 @@ def test_the_command_lists_plans_and_rejects(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_no_flag_that_is_rejected(capsys):
     shown: dict[RecipeName, str] = {"pretrain": "", "finetune": ""}
     for recipe in shown:
         with pytest.raises(SystemExit):
@@ -277,7 +240,7 @@ def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("model", "small"), [("gpt2", False), ("gpt2-nano", True)])
-def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None:
+def test_help_shows_the_defaults_of_fine_tuning(model, small):
     command = parse([f"--model={model}", "--init_from=x", "--instructions=demo"], "finetune")
     preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
@@ -293,12 +256,7 @@ def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None
     assert found["sample_prompt"] == as_prompt("Who are you?")
 
 
-def test_preflight_tries_a_step_on_the_answers(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_preflight_tries_a_step_on_the_answers(folder, tmp_path, capsys, monkeypatch):
     flags = [*flags_of(folder, tmp_path / "runs", "r", "--lora_r=2"), "--preflight", "--json"]
     monkeypatch.setattr(sys, "argv", ["src/finetune.py", *flags])
     assert preflight(parse(flags, "finetune"), recipe=FINETUNING) == 0
@@ -311,16 +269,7 @@ def test_preflight_tries_a_step_on_the_answers(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_start_without_model_or_conversations_says_what_is_missing(
-    folder: Path, tmp_path: Path
-) -> None:
-    flags = flags_of(folder, tmp_path / "runs", "r")
-    for name in ("init_from", "instructions"):
-        with pytest.raises(ConfigError, match=f"--{name} is missing"):
-            finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
-
-
-def test_a_model_of_another_vocabulary_is_rejected(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_a_model_of_another_vocabulary_is_rejected(tmp_path, tiny_flags):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     run = tmp_path / "runs" / "tiny"
     with pytest.raises(ConfigError, match="vocab_size 256 is below GPT-2's 50257"):

@@ -22,12 +22,12 @@ BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return straight_run(tmp_path_factory.mktemp("last"))
 
 
 @pytest.fixture
-def counts_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def counts_signals(monkeypatch) -> None:
     """Let a raised signal be counted before the next line: a thread counts it, and a sample takes milliseconds."""
     raise_signal, count, counted = signal.raise_signal, Signals._count, threading.Event()
 
@@ -46,8 +46,8 @@ def counts_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("counts_signals")
 @pytest.mark.parametrize("place", BEFORE)
 def test_a_stop_at_the_last_step_is_a_stop_and_the_resume_measures_the_rest(
-    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder, place, monkeypatch, capsys
+):
     name = f"term_{place}"
     flags = flags_of(folder, name)
     monkeypatch.setenv("FAULT", f"{place}:term@{LAST}")
@@ -66,8 +66,8 @@ def test_a_stop_at_the_last_step_is_a_stop_and_the_resume_measures_the_rest(
 
 @pytest.mark.parametrize("place", ["measure.eval", "checkpoint.after_label"])
 def test_an_error_at_the_last_step_fails_the_start_and_the_resume_completes_the_run(
-    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, place, monkeypatch
+):
     name = f"raise_{place}"
     flags = flags_of(folder, name)
     monkeypatch.setenv("FAULT", f"{place}:raise@{LAST}")
@@ -85,9 +85,7 @@ def test_an_error_at_the_last_step_fails_the_start_and_the_resume_completes_the_
         assert [len(events[kind]) for kind in ("eval", "hellaswag", "sample", "done")] == [1] * 4
 
 
-def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(folder, monkeypatch):
     flags = flags_of(folder, "label")
     monkeypatch.setenv("FAULT", f"checkpoint.before_label:enospc@{LAST}")
     with pytest.raises(SaveError, match=r"label best of step 4 not set.*free space.*resume"):
@@ -99,8 +97,8 @@ def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(
 
 
 def test_events_that_the_disk_does_not_take_are_an_error_and_the_resume_writes_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, monkeypatch
+):
     flags, problem = flags_of(folder, "full"), "metrics.jsonl: No space left on device"
     monkeypatch.setattr(
         "gpt2lab.runs.logger.MetricsLogger.catch_up",
@@ -119,9 +117,7 @@ def _write(logger: Any) -> None:
 
 
 @pytest.mark.usefixtures("counts_signals")
-def test_an_extended_run_takes_its_best_loss_from_the_record(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extended_run_takes_its_best_loss_from_the_record(folder, monkeypatch):
     """The last checkpoint was saved before its evaluation, which the resume made: the extension knows its result."""
     flags = flags_of(folder, "longer")
     monkeypatch.setenv("FAULT", f"measure.eval:term@{LAST}")
@@ -137,7 +133,7 @@ def test_an_extended_run_takes_its_best_loss_from_the_record(
     assert json.loads(state.read_text())["state"]["best_val_loss"] == known[0]["val_loss"]
 
 
-def test_a_checkpoint_alone_is_brought_to_its_end_once(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_alone_is_brought_to_its_end_once(folder, tmp_path):
     """Copied without its run's other files, it says itself that nothing is left to measure."""
     alone = tmp_path / "runs" / "straight"
     shutil.copytree(folder / "runs" / "straight" / folder_name(LAST), alone / folder_name(LAST))

@@ -19,7 +19,7 @@ from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
-from tiny import VOCAB, parse, pretrain, write_shards
+from tiny import TINY, VOCAB, parse, pretrain, write_shards
 
 T, S, LAST = 16, 8, 24
 CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14
@@ -28,7 +28,7 @@ NAMES = list(WEIGHTS)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory) -> Path:
     """Return a folder of three sources: one that can be learned, one that cannot, one for the end."""
     folder = tmp_path_factory.mktemp("sources")
     for number, name in enumerate(NAMES):
@@ -47,10 +47,8 @@ def words(data: Path, **weights: float) -> list[str]:
 
 def flags_of(data: Path, runs: Path, name: str, *more: str) -> list[str]:
     return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={T}", "--max_lr=0.01"),
-        *(f"--vocab_size={VOCAB}", f"--total_batch_size={T * S}", "--mini_batch_size=2"),
+        *(*TINY, "--n_layer=1", "--n_embd=16", "--max_lr=0.01", f"--checkpoint_dir={runs}"),
         *("--val_tokens=960", "--eval_freq=12", "--checkpoint_freq=6", f"--max_steps={LAST}"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={runs}"),
         *(f"--run_name={name}", *words(data, **WEIGHTS), "--data_weights_at", CHANGE, *more),
     ]
 
@@ -66,7 +64,7 @@ def train(data: Path, runs: Path, name: str, *more: str, world: int = 1) -> Path
 
 
 @pytest.fixture(scope="module")
-def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(data, tmp_path_factory) -> Path:
     """Return a run of one process that was never stopped."""
     return train(data, tmp_path_factory.mktemp("runs"), "straight", "--use_tensorboard")
 
@@ -79,13 +77,8 @@ def last(run_dir: Path, kind: str) -> dict[str, Any]:
     return launch.events(run_dir, kind)[-1]
 
 
-# -- the same samples ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2)])
-def test_one_two_and_four_ranks_continue_each_other(
-    worlds: tuple[int, ...], data: Path, straight: Path, tmp_path: Path
-) -> None:
+def test_one_two_and_four_ranks_continue_each_other(worlds, data, straight, tmp_path):
     """Stopped before, and resumed in the step after, the change of the weights."""
     for world, stop in zip(worlds, (13, 14, LAST), strict=True):
         ends = [] if stop == LAST else [f"--stop_after_steps={stop}"]
@@ -97,7 +90,7 @@ def test_one_two_and_four_ranks_continue_each_other(
         assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_every_step_can_be_shown_with_its_sources(straight: Path, data: Path) -> None:
+def test_every_step_can_be_shown_with_its_sources(straight, data):
     """The batch is computed again from the run's records and compared with the logged hash."""
     early, late = tokens_of_step(straight, 1), tokens_of_step(straight, LAST)
     assert sorted({place.split(",")[0] for place in early.places}) == ["easy", "hard"]
@@ -112,8 +105,8 @@ def test_every_step_can_be_shown_with_its_sources(straight: Path, data: Path) ->
 
 
 def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
-    straight: Path, data: Path, tmp_path: Path
-) -> None:
+    straight, data, tmp_path
+):
     shutil.copytree(data, tmp_path / "moved")
     there = words(tmp_path / "moved", **WEIGHTS)
     replay = ("replay", straight, "--steps=13:15", *there)
@@ -125,7 +118,7 @@ def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
     assert "not the data that straight was trained on (fingerprint" in done.stderr
 
 
-def test_other_weights_are_other_data(data: Path, tmp_path: Path) -> None:
+def test_other_weights_are_other_data(data, tmp_path):
     train(data, tmp_path, "run", "--stop_after_steps=6")
     others = words(data, easy=0.5, hard=0.4, late=0.1)
     with pytest.raises(ConfigError, match=r"data [0-9a-f]+ -> [0-9a-f]+; .*--allow_change data"):
@@ -135,9 +128,7 @@ def test_other_weights_are_other_data(data: Path, tmp_path: Path) -> None:
     assert resumed["first_sample"] == 0  # as with any other data
 
 
-def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(
-    data: Path, tmp_path: Path, straight: Path
-) -> None:
+def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(data, tmp_path, straight):
     """Decided in the middle of a run, an annealing is the one that was planned from the start."""
     run = train(data, tmp_path, "run", "--data_weights_at", "2816:0,0,1", "--stop_after_steps=6")
     with pytest.raises(ConfigError, match=r"data_weights_at 2816:0,0,1 -> 1700.*--allow_change"):
@@ -152,10 +143,7 @@ def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(
         )
 
 
-# -- what is recorded ------------------------------------------------------------------------------------------------
-
-
-def test_events_tell_the_sources_apart(straight: Path) -> None:
+def test_events_tell_the_sources_apart(straight):
     begun, changed = launch.events(straight, "mixture")
     assert (begun["step"], begun["phase"], begun["weights"]) == (0, 0, WEIGHTS)
     assert (changed["step"], changed["phase"]) == (13, 1)  # the batch of step 14 has windows of it
@@ -169,7 +157,7 @@ def test_events_tell_the_sources_apart(straight: Path) -> None:
     assert taken["late"] == pytest.approx(0.8 * (LAST * S - first), abs=1)
 
 
-def test_the_headline_is_the_mean_by_the_first_weights(straight: Path, data: Path) -> None:
+def test_the_headline_is_the_mean_by_the_first_weights(straight, data):
     """Each source's loss is what evaluate.py finds on its folder alone."""
     event = last(straight, "eval")
     losses, errors = event["val_loss_by_source"], event["val_loss_se_by_source"]
@@ -190,13 +178,13 @@ def test_the_headline_is_the_mean_by_the_first_weights(straight: Path, data: Pat
     assert f"easy           {losses['easy']:.4f} +- {errors['easy']:.4f}" in text
 
 
-def test_the_best_checkpoint_is_that_of_the_headline(straight: Path) -> None:
+def test_the_best_checkpoint_is_that_of_the_headline(straight):
     losses = {e["step"]: e["val_loss"] for e in launch.events(straight, "eval") if e["step"]}
     best = (straight / "labels" / "best").read_text().strip()
     assert best == f"step_{min(losses, key=losses.__getitem__):08d}"
 
 
-def test_curves_and_report_have_a_line_for_each_source(straight: Path) -> None:
+def test_curves_and_report_have_a_line_for_each_source(straight):
     rebuild_tensorboard(straight)  # its settings hold lists
     curves = EventAccumulator(str(straight / "tensorboard")).Reload()
     for name in NAMES:
@@ -214,7 +202,7 @@ def test_curves_and_report_have_a_line_for_each_source(straight: Path) -> None:
     assert "mixture from step 14: 0.00% easy, 20.00% hard, 80.00% late" in log
 
 
-def test_a_single_folder_records_nothing_of_a_mixture(data: Path, tmp_path: Path) -> None:
+def test_a_single_folder_records_nothing_of_a_mixture(data, tmp_path):
     flags = flags_of(data, tmp_path, "run", "--max_steps=2", f"--data_dir={data / 'easy'}")
     pretrain(parse([*flags, "--data_weights_at"]))
     settings = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -224,10 +212,7 @@ def test_a_single_folder_records_nothing_of_a_mixture(data: Path, tmp_path: Path
     assert not [key for key in keys if "by_source" in key]
 
 
-# -- what it is for --------------------------------------------------------------------------------------------------
-
-
-def test_more_of_a_source_makes_a_model_better_there(data: Path, tmp_path: Path) -> None:
+def test_more_of_a_source_makes_a_model_better_there(data, tmp_path):
     """At equal tokens: `easy` can be predicted, `hard` is noise."""
     at = ("--max_steps=40", "--eval_freq=0", "--data_weights_at")
     runs = {
@@ -245,12 +230,7 @@ def test_more_of_a_source_makes_a_model_better_there(data: Path, tmp_path: Path)
         compare("much", "little", checkpoint_dir=tmp_path)
 
 
-# -- what is rejected ------------------------------------------------------------------------------------------------
-
-
-def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(data, tmp_path):
     with pytest.raises(ConfigError) as error:
         train(data, tmp_path, "run", "--max_source_epochs", "4", "late:0.5")
     assert str(error.value).startswith("late: this run takes 68 of its 110 windows, 0.62 passes, ")
@@ -265,9 +245,7 @@ def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_damaged_shard_of_any_source_stops_the_run_with_its_name(
-    split: str, tmp_path: Path
-) -> None:
+def test_a_damaged_shard_of_any_source_stops_the_run_with_its_name(split, tmp_path):
     for name in NAMES:
         write_shards(tmp_path / name, train=(1003, 777), val=(650,))
         assert launch.call("data", "import", tmp_path / name).returncode == 0
@@ -280,7 +258,7 @@ def test_a_damaged_shard_of_any_source_stops_the_run_with_its_name(
     assert not list((tmp_path / "runs" / "run").glob("step_*"))
 
 
-def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path) -> None:
+def test_the_plan_says_how_often_each_source_is_read(data, tmp_path):
     done = launch.call(launch.TRAIN, *flags_of(data, tmp_path, "run"), "--dry_run", "--json")
     plan = json.loads(done.stdout)
     assert plan["epochs_by_source"]["late"] == pytest.approx(68 / 110)
@@ -293,9 +271,9 @@ def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path)
     assert "passes over late: beyond about 4, repeated tokens teach little" in text
 
 
-def test_measuring_trains_on_the_mixture_itself(data: Path, tmp_path: Path) -> None:
-    config = parse(flags_of(data, tmp_path, "run")).config
-    assert parse(data_for(config, tmp_path)).config.data == config.data
+def test_measuring_trains_on_the_mixture_itself(data, tmp_path):
+    config = parse(flags_of(data, tmp_path, "run")).fresh()
+    assert parse(data_for(config, tmp_path)).fresh().data == config.data
     assert not list(tmp_path.iterdir())
     elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).config
     made = parse(data_for(elsewhere, tmp_path)).config.data
@@ -303,7 +281,7 @@ def test_measuring_trains_on_the_mixture_itself(data: Path, tmp_path: Path) -> N
     assert made.data_weights_at == ()
 
 
-def test_a_source_that_is_read_many_times_is_worth_less(tmp_path: Path) -> None:
+def test_a_source_that_is_read_many_times_is_worth_less(tmp_path):
     """The forecast of the loss counts repeats source by source, not over all folders together."""
     for name, size in (("small", 200_000), ("large", 3_000_000)):
         write_shards(tmp_path / name, train=(size,), val=(2000,))

@@ -71,16 +71,14 @@ def make(name: str, folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=["trained", "characters", "bytes", "70,000 ids"])
-def made(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Tokenizer]:
+def made(request, tmp_path_factory) -> tuple[Path, Tokenizer]:
     """Return a folder with data, the run `a` and its tokenizer; treat as read-only."""
     folder = tmp_path_factory.mktemp("tokenizer")
     return folder, make(request.param, folder)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return the same of one tokenizer, for what does not depend on it."""
     folder = tmp_path_factory.mktemp("trained")
     make("trained", folder)
@@ -91,7 +89,7 @@ def last(run: Path, kind: str) -> dict[str, Any]:
     return launch.events(run, kind)[-1]
 
 
-def test_model_checkpoints_and_records_follow_the_tokenizer(made: tuple[Path, Tokenizer]) -> None:
+def test_model_checkpoints_and_records_follow_the_tokenizer(made):
     folder, tokenizer = made
     run = folder / "runs" / "a"
     config = json.loads((run / "config.json").read_text())
@@ -115,7 +113,7 @@ def test_model_checkpoints_and_records_follow_the_tokenizer(made: tuple[Path, To
     assert windows.dtype == (np.uint32 if tokenizer.size > 2**16 else np.uint16)
 
 
-def test_bits_per_byte_are_of_the_same_text(made: tuple[Path, Tokenizer]) -> None:
+def test_bits_per_byte_are_of_the_same_text(made):
     """The loss of all targets in bits over the bytes of their text, recomputed from the shards."""
     folder, tokenizer = made
     found = ask("evaluate.py", "a", "--val=data", "--val_tokens=160", "--json", folder=folder)
@@ -130,9 +128,7 @@ def test_bits_per_byte_are_of_the_same_text(made: tuple[Path, Tokenizer]) -> Non
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_checkpoint_alone_samples_and_is_evaluated(
-    made: tuple[Path, Tokenizer], tmp_path: Path
-) -> None:
+def test_a_checkpoint_alone_samples_and_is_evaluated(made, tmp_path):
     folder, _ = made
     shutil.copytree(folder / "runs" / "a" / "step_00000004", tmp_path / "alone")
     words = ("--prompt=Document 1", "--max_new_tokens=9", "--seed=5")
@@ -145,9 +141,7 @@ def test_a_checkpoint_alone_samples_and_is_evaluated(
     assert found["hellaswag"] == {name: logged[name] for name in found["hellaswag"]}
 
 
-def test_the_export_is_the_same_model_and_the_same_text(
-    made: tuple[Path, Tokenizer], tmp_path: Path
-) -> None:
+def test_the_export_is_the_same_model_and_the_same_text(made, tmp_path):
     folder, tokenizer = made
     out = tmp_path / "x"
     ask("export_hf.py", "a", f"--out={out}", folder=folder)
@@ -170,7 +164,7 @@ def test_the_export_is_the_same_model_and_the_same_text(
     assert numbers[0]["bits_per_byte"] == pytest.approx(numbers[1]["bits_per_byte"], rel=1e-6)
 
 
-def test_two_ranks_train_the_same(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_the_same(folder, tmp_path):
     flags = [*flags_of(folder, "a"), "--sample_prompt=Document 1", f"--checkpoint_dir={tmp_path}"]
     done = launch.train_in_forks(flags, world=2)
     assert done.returncode == 0, done.stderr
@@ -182,7 +176,7 @@ def test_two_ranks_train_the_same(folder: Path, tmp_path: Path) -> None:
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
+def test_training_goes_on_from_an_export(folder, tmp_path):
     out = tmp_path / "x"
     ask("export_hf.py", "a", f"--out={out}", folder=folder)
     flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag]
@@ -193,7 +187,7 @@ def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
     assert open_tokenizer(str(run)) == open_tokenizer(str(folder / "data"))
 
 
-def test_nanogpts_characters_train_and_sample(tmp_path: Path) -> None:
+def test_nanogpts_characters_train_and_sample(tmp_path):
     """Its two files and meta.pkl, as they lie there."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
     characters = sorted(set(text))
@@ -216,10 +210,7 @@ def test_nanogpts_characters_train_and_sample(tmp_path: Path) -> None:
     assert (done.returncode, "U+00E9" in done.stderr) == (2, True)
 
 
-# -- another tokenizer than the run's is refused -----------------------------------------------------------------------
-
-
-def test_a_resume_with_other_data_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_resume_with_other_data_is_refused(folder, tmp_path):
     shutil.copytree(folder / "runs", tmp_path / "runs")
     resume = ["--run_name=a", f"--checkpoint_dir={tmp_path / 'runs'}", "--resume=latest"]
     resume += ["--max_steps=6", "--allow_change=max_steps,data"]
@@ -243,9 +234,7 @@ def write_unknown(source: Path, folder: Path) -> None:
     write_manifest(folder, {**manifest, "tokenizer": {"name": "unknown", "sha256": None}})
 
 
-def test_a_damaged_tokenizer_stops_a_checkpoint_from_being_used(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_tokenizer_stops_a_checkpoint_from_being_used(folder, tmp_path):
     copy = tmp_path / "step_00000004"
     shutil.copytree(folder / "runs" / "a" / copy.name, copy)
     content = (copy / "tokenizer.json").read_bytes()
@@ -256,7 +245,7 @@ def test_a_damaged_tokenizer_stops_a_checkpoint_from_being_used(
 
 
 @pytest.mark.parametrize("begin", ["init_from", "evaluate"])
-def test_weights_are_not_used_on_other_ids(folder: Path, tmp_path: Path, begin: str) -> None:
+def test_weights_are_not_used_on_other_ids(folder, tmp_path, begin):
     if begin == "evaluate":
         code, line = ask("evaluate.py", "a", f"--val={folder / 'bytes'}", folder=folder)
         assert (code, "bytes: its ids are bytes, 257 ids" in line) == (2, True)
@@ -276,7 +265,7 @@ def test_weights_are_not_used_on_other_ids(folder: Path, tmp_path: Path, begin: 
     assert json.loads((tmp_path / "b" / "config.json").read_text())["num_tokens"] == 300
 
 
-def test_an_older_checkpoint_is_of_gpt2(tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_of_gpt2(tmp_path):
     """Checkpoints from before other tokenizers have neither a record nor num_tokens."""
     old = {name: value for name, value in to_flat(Config()).items() if name != "num_tokens"}
     model = override(Config(), old).model
@@ -284,12 +273,7 @@ def test_an_older_checkpoint_is_of_gpt2(tmp_path: Path) -> None:
     assert replace(model, vocab_size=256).id_limit == 256
 
 
-# -- conversations -----------------------------------------------------------------------------------------------------
-
-
-def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_path):
     shape = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=320"]
     common = ["--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={tmp_path}"]
     common += ["--hellaswag_path=None", "--sample_tokens=2", "--max_steps=2"]
@@ -331,12 +315,9 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(
     assert json.loads(done.stdout)["val_loss"] == pytest.approx(logged, rel=1e-6)
 
 
-# -- from end to end ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [4096, 32_768])
-def test_from_text_to_transformers_with_the_commands(tmp_path: Path, vocab_size: int) -> None:
+def test_from_text_to_transformers_with_the_commands(tmp_path, vocab_size):
     """Learn a tokenizer, prepare, train, sample, export, and score HellaSwag: each by its own command."""
     write_items(tmp_path / "items.jsonl")
 
@@ -366,7 +347,7 @@ def test_from_text_to_transformers_with_the_commands(tmp_path: Path, vocab_size:
     assert scored["hellaswag"]["acc"] == logged["acc"]
 
 
-def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -> None:
+def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path):
     texts = [f"text {n}: {'word ' * (n % 9)}{n * n}" for n in range(800)]
     write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
     run_prepare(tmp_path / "corpus", tmp_path / "data")
@@ -393,9 +374,7 @@ def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -
         (("--kind=characters", "--max_tokens=300"), "--max_tokens: --kind characters takes every"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
-    tmp_path: Path, words: tuple[str, ...], message: str
-) -> None:
+def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(tmp_path, words, message):
     write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
     out = () if any("--out" in word for word in words) else ("--out=tok",)
     done = call("data tokenizer", "train", "corpus", *out, *words, folder=tmp_path)
@@ -405,7 +384,7 @@ def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_characters_and_a_single_file_are_written(tmp_path: Path) -> None:
+def test_characters_and_a_single_file_are_written(tmp_path):
     write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
     for words in (("--kind=characters", "--out=letters"), ("--vocab_size=280", "--out=t.json")):
         done = call("data tokenizer", "train", "corpus", *words, folder=tmp_path)
@@ -421,7 +400,7 @@ def test_characters_and_a_single_file_are_written(tmp_path: Path) -> None:
     ]  # ids of the bytes are in their order
 
 
-def test_the_planner_counts_the_datas_vocabulary(folder: Path) -> None:
+def test_the_planner_counts_the_datas_vocabulary(folder):
     words = ("--model=gpt2-nano", "--json", f"--checkpoint_dir={folder / 'runs'}")
     found = []
     for more in ((), (f"--data_dir={folder / 'data'}", "--steps=9", "--total_batch_size=64")):

@@ -85,7 +85,7 @@ def commands_of_a_newcomer() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory) -> Path:
     """Return a copy of the project with a little data where the README's commands look for it."""
     folder = tmp_path_factory.mktemp("clone") / "gpt2lab"
     for name in ("src", "scripts"):
@@ -109,11 +109,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_command_of_a_newcomer_is_known_here() -> None:
+def test_every_command_of_a_newcomer_is_known_here():
     assert set(commands_of_a_newcomer()) == set(COMMANDS)
 
 
-def test_the_table_of_what_it_works_with_is_what_the_tests_recorded() -> None:
+def test_the_table_of_what_it_works_with_is_what_the_tests_recorded():
     page = (REPOSITORY / "README.md").read_text()
     assert ecosystem.with_table(page) == page, "python tests/ecosystem.py writes it"
     for name, row in ecosystem.read_rows().items():
@@ -122,7 +122,7 @@ def test_the_table_of_what_it_works_with_is_what_the_tests_recorded() -> None:
         assert re.search(rf'works_with\(\s*"{name}"', body), row["test"]
 
 
-def test_another_major_version_than_the_recorded_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_major_version_than_the_recorded_one_fails(monkeypatch):
     monkeypatch.delenv("UPDATE_GOLDEN", raising=False)
     row = ecosystem.read_rows()["peft"]
     monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{row['test']}[case] (call)")
@@ -138,7 +138,7 @@ def test_another_major_version_than_the_recorded_one_fails(monkeypatch: pytest.M
             ecosystem.works_with(name, version, what)
 
 
-def test_the_front_page_shows_a_picture_and_a_short_transcript() -> None:
+def test_the_front_page_shows_a_picture_and_a_short_transcript():
     text = (REPOSITORY / "README.md").read_text()
     transcript = re.findall(r"```text\n(.*?)```", text, flags=re.S)[0]
     assert len(transcript.splitlines()) == 12
@@ -148,7 +148,7 @@ def test_the_front_page_shows_a_picture_and_a_short_transcript() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_a_newcomer_run(clone: Path) -> None:
+def test_the_commands_of_a_newcomer_run(clone):
     """In the order of the pages: prepare and train come before what they make possible."""
     tools = Path(sys.executable).parent
     path = os.pathsep.join([str(clone / "bin"), str(tools), os.environ["PATH"]])

@@ -6,24 +6,21 @@ import errno
 import os
 import subprocess
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import launch
-from gpt2lab.errors import ConfigError, NonFiniteError, SaveError
+from gpt2lab.errors import ConfigError, NonFiniteError, OutOfMemoryError, SaveError
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
-from gpt2lab.training import trainer
-from gpt2lab.training.train_step import StepStats
-from whole_run import LAST, Run
+from gpt2lab.training import steps
+from whole_run import LAST
 
 
-def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight) -> None:
+def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight):
     status = straight.status()
     assert (status["state"], status["step"], status["exit_code"]) == ("completed", LAST, 0)
     done = history.read_events(straight.path)[-1]
@@ -36,7 +33,7 @@ def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight) -> 
     assert done["seconds"] == pytest.approx(sum(event["step_seconds"] for event in steps))
 
 
-def test_finished_run_resumed_unchanged_writes_nothing(run, capsys) -> None:
+def test_finished_run_resumed_unchanged_writes_nothing(run, capsys):
     run.train("--max_steps=2")
     before = run.listing()
     capsys.readouterr()
@@ -45,7 +42,7 @@ def test_finished_run_resumed_unchanged_writes_nothing(run, capsys) -> None:
     assert run.listing() == before
 
 
-def test_fresh_start_over_checkpoints_is_rejected_with_both_ways_out(run) -> None:
+def test_fresh_start_over_checkpoints_is_rejected_with_both_ways_out(run):
     run.train("--max_steps=2")
     before = run.listing()
     rejection = run.rejected("--max_steps=2")
@@ -57,7 +54,7 @@ def test_fresh_start_over_checkpoints_is_rejected_with_both_ways_out(run) -> Non
     assert run.listing() == before
 
 
-def test_non_finite_loss_ends_the_run_with_its_own_code_and_leaves_the_checkpoints(run) -> None:
+def test_non_finite_loss_ends_the_run_with_its_own_code_and_leaves_the_checkpoints(run):
     rejection = run.rejected("--max_steps=9", "--checkpoint_freq=1", "--max_lr=1e30", "--min_lr=0")
     assert isinstance(rejection, NonFiniteError)
     assert rejection.exit_code == 76
@@ -70,7 +67,7 @@ def test_non_finite_loss_ends_the_run_with_its_own_code_and_leaves_the_checkpoin
     )
 
 
-def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monkeypatch) -> None:
+def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monkeypatch):
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
     run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0")
     assert list(run.losses()) == [1, 2, 3, 4, 5, 6]
@@ -83,7 +80,7 @@ def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monke
 
 
 @pytest.mark.parametrize("planned", ["--max_steps=4", "--stop_after_steps=4"])
-def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned) -> None:
+def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned):
     common = ["--max_steps=9", "--checkpoint_freq=3", "--eval_freq=0", planned]
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
     rejection = run.rejected(*common)
@@ -98,9 +95,7 @@ def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned)
 
 
 @pytest.mark.parametrize("file", ["config.json", "status.json"])
-def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(run, monkeypatch, file):
     run.train("--max_steps=4", "--stop_after_steps=2", "--eval_freq=0")
     before = run.listing().keys()
     real = os.fsync
@@ -121,9 +116,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
     run.train("--max_steps=4", "--resume=latest")
 
 
-def test_a_stop_before_anything_was_saved_names_no_resume(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_before_anything_was_saved_names_no_resume(run, capsys):
     run.train("--max_steps=4", "--max_hours=1e-9")
     report = capsys.readouterr().out.split("run tiny\n")[1]
     assert "--resume" not in report
@@ -132,7 +125,7 @@ def test_a_stop_before_anything_was_saved_names_no_resume(
 
 
 @pytest.mark.slow
-def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_a_closed_console_does_not_end_a_run(tmp_path, tiny_flags):
     """`python src/train.py ... | head` once ended training and reported success."""
     flags = [*tiny_flags, "--max_steps=20", "--log_freq=1"]
     command = launch.command_for(launch.TRAIN, flags, world=1)
@@ -145,7 +138,7 @@ def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[st
     assert "step 20/20" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()
 
 
-def test_a_rejected_start_leaves_the_run_unlocked(run: Run) -> None:
+def test_a_rejected_start_leaves_the_run_unlocked(run):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         run.train("--max_steps=2")
@@ -161,7 +154,7 @@ def test_a_rejected_start_leaves_the_run_unlocked(run: Run) -> None:
     run.train("--resume=latest", "--max_steps=4", "--allow_change=max_steps")
 
 
-def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_step(run: Run) -> None:
+def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_step(run):
     rejection = run.rejected(
         *("--max_steps=1", "--max_lr=1e20", "--min_lr=1e20", "--warmup_steps=0", "--eval_freq=1")
     )
@@ -171,16 +164,14 @@ def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_ste
     assert "validation loss" in describe_run(run.path)
 
 
-def test_an_error_after_the_commit_does_not_disown_the_checkpoint(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_after_the_commit_does_not_disown_the_checkpoint(run, monkeypatch):
     monkeypatch.setenv("FAULT", "checkpoint.after_rename:enospc@2")
     run.train("--max_steps=4", "--eval_freq=2", "--checkpoint_freq=2")
     assert [event["step"] for event in run.events("checkpoint")] == [2, 4]
     assert sorted(run.checkpoints()) == [2, 4]
 
 
-def test_a_second_process_in_the_same_run_is_rejected_by_name(run: Run) -> None:
+def test_a_second_process_in_the_same_run_is_rejected_by_name(run):
     from gpt2lab.runs.folder import RunFolder
 
     run.train("--max_steps=2", "--stop_after_steps=1")
@@ -191,9 +182,7 @@ def test_a_second_process_in_the_same_run_is_rejected_by_name(run: Run) -> None:
     run.train("--max_steps=2", "--resume=latest")
 
 
-def test_every_start_ends_with_a_report_that_says_how_to_go_on(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_start_ends_with_a_report_that_says_how_to_go_on(run, capsys):
     run.train("--max_steps=4", "--eval_freq=2", "--stop_after_steps=2")
     report = capsys.readouterr().out.split("run tiny\n")[1]
     for part in ("training loss", "validation loss", "tokens/s", "checkpoints", "--resume latest"):
@@ -205,54 +194,37 @@ def test_every_start_ends_with_a_report_that_says_how_to_go_on(
     assert report in (run.path / "log.txt").read_text()
 
 
-def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "train_step", _full_from_step_two(trainer.train_step))
+@pytest.mark.parametrize(
+    ("where", "saved"),
+    [
+        ("the step", [1]),
+        ("the update", []),  # it makes the state, and what moved by then is not saved
+    ],
+)
+def test_a_full_device_ends_in_one_line_with_the_lever(where, saved, run, monkeypatch):
+    owner, name = (steps, "train_step") if where == "the step" else (AdamW, "step")
+    plain, taken = getattr(owner, name), []
+
+    def call(*args: Any, **options: Any) -> Any:
+        if taken or where == "the update":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB.\nGPU 0 has ...")
+        taken.append(plain(*args, **options))
+        return taken[0]
+
+    monkeypatch.setattr(owner, name, call)
     rejection = run.rejected("--max_steps=3")
+    assert isinstance(rejection, OutOfMemoryError)
     assert rejection.exit_code == 1
-    assert str(rejection).startswith(
-        "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. A"
-    )
-    assert "lower --mini_batch_size" in str(rejection)
+    assert "2.00 GiB" in str(rejection)
+    assert "--mini_batch_size" in str(rejection)
     assert "\n" not in str(rejection)
-    assert list(run.checkpoints()) == [1]
+    assert list(run.checkpoints()) == saved
     monkeypatch.undo()
-    run.train("--resume=latest", "--mini_batch_size=1")
+    run.train("--resume=auto", "--mini_batch_size=1", "--max_steps=3")
     assert run.status()["state"] == "completed"
 
 
-def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is made by the first update, when the step itself has fitted; what moved by then is not saved."""
-
-    def full(self: AdamW, closure: object = None) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
-
-    monkeypatch.setattr(AdamW, "step", full)
-    rejection = run.rejected("--max_steps=3")
-    assert str(rejection).startswith(
-        "out of memory: CUDA out of memory. Tried to allocate 6.00 GiB."
-    )
-    assert list(run.checkpoints()) == []
-
-
-def _full_from_step_two(train_step: Callable[..., StepStats]) -> Callable[..., StepStats]:
-    taken: list[StepStats] = []
-
-    def step(*args: Any, **options: Any) -> StepStats:
-        if taken:
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of ..."
-            )
-        taken.append(train_step(*args, **options))
-        return taken[0]
-
-    return step
-
-
-def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight) -> None:
+def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight):
     common = [f"--max_steps={LAST}", "--eval_freq=0", "--checkpoint_freq=0"]
     run.train(*common, "--stop_after_steps=3")
     assert list(run.checkpoints()) == [3]

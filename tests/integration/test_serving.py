@@ -23,25 +23,25 @@ TOKEN = "a-token-of-the-tests"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     return served.train(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
-def address(runs: Path) -> Iterator[str]:
+def address(runs) -> Iterator[str]:
     flags = ["tuned", f"--checkpoint_dir={runs}", "--device=cpu"]
     with served.program(*flags, GPT2LAB_API_KEY=TOKEN) as (_, address):
         yield address
 
 
 @pytest.fixture
-def client(address: str) -> Iterator[openai.OpenAI]:
+def client(address) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{address}/v1", api_key=TOKEN, max_retries=0) as client:
         yield client
 
 
-def test_openai_s_client_reads_every_kind_of_answer(client: openai.OpenAI) -> None:
-    works_with("openai", version("openai"), "completions, chats and streams of serve")
+def test_openai_s_client_reads_every_kind_of_answer(client):
+    works_with("openai", version("openai"), "completions, chats and streams of serve.py")
     assert [model.id for model in client.models.list()] == ["tuned"]
     assert client.models.retrieve("tuned").owned_by == "gpt2lab"
     asked = {"model": "tuned", "prompt": "Hello", "max_tokens": 12, "seed": 5}
@@ -61,7 +61,7 @@ def test_openai_s_client_reads_every_kind_of_answer(client: openai.OpenAI) -> No
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
 
 
-def test_openai_s_client_raises_its_own_errors(client: openai.OpenAI, address: str) -> None:
+def test_openai_s_client_raises_its_own_errors(client, address):
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="tuned", prompt="a b " * 64)
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
@@ -74,9 +74,7 @@ def test_openai_s_client_raises_its_own_errors(client: openai.OpenAI, address: s
         stranger.models.list()
 
 
-def test_sixteen_clients_at_once_get_what_each_gets_alone(
-    client: openai.OpenAI, address: str
-) -> None:
+def test_sixteen_clients_at_once_get_what_each_gets_alone(client, address):
     def ask(seed: int) -> str:
         with openai.OpenAI(base_url=f"{address}/v1", api_key=TOKEN, max_retries=0) as own:
             asked = {"model": "tuned", "prompt": f"Count {seed}", "max_tokens": 30, "seed": seed}
@@ -90,7 +88,7 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone(
         assert list(threads.map(ask, range(16))) == alone
 
 
-def test_a_taken_port_is_one_line_with_the_fix(address: str) -> None:
+def test_a_taken_port_is_one_line_with_the_fix(address):
     port = address.rpartition(":")[2]
     done = launch.script("serve", "tuned", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
@@ -100,7 +98,7 @@ def test_a_taken_port_is_one_line_with_the_fix(address: str) -> None:
     )
 
 
-def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs: Path) -> None:
+def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs):
     with served.program("base", f"--checkpoint_dir={runs}", "--device=cpu") as (_, address):
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         body = {"model": "base", "prompt": ["a"] * 16, "max_tokens": 64, "stream": True}
@@ -117,8 +115,8 @@ LAST = "document.querySelector('article:last-child')?.textContent"
 
 
 @browser.needs_browser
-def test_a_browser_chats(address: str, client: openai.OpenAI, tmp_path: Path) -> None:
-    works_with("Chromium", browser.version(), "the page of serve, typed into", compare="name")
+def test_a_browser_chats(address, client, tmp_path):
+    works_with("Chromium", browser.version(), "the page of serve.py, typed into", compare="name")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     with browser.page(tmp_path / "profile") as page:
         page.open(f"{address}/", "dark")
@@ -155,7 +153,7 @@ def test_a_browser_chats(address: str, client: openai.OpenAI, tmp_path: Path) ->
 
 
 @browser.needs_browser
-def test_a_browser_continues_a_text_of_a_base_model(runs: Path, tmp_path: Path) -> None:
+def test_a_browser_continues_a_text_of_a_base_model(runs, tmp_path):
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     model = served.completer(runs, "base")
     with served.in_thread(model) as port, browser.page(tmp_path / "profile") as page:

@@ -54,7 +54,7 @@ def free_ports() -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
     """Start a cluster of this machine; return the environment in which its commands find it."""
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o700)
@@ -106,8 +106,8 @@ def submit(env: dict[str, str], script: str, folder: Path) -> str:
 
 
 def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
-    slurm: dict[str, str], tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    slurm, tiny_data, tmp_path, monkeypatch
+):
     here = tmp_path / "a place; with $(names)"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -135,9 +135,7 @@ def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
     subprocess.run(["scancel", job], env=slurm, check=True)
 
 
-def test_a_job_ends_with_the_run(
-    slurm: dict[str, str], tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_ends_with_the_run(slurm, tiny_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(tiny_data, tmp_path / "runs", "--max_steps=6")
     run.train("--stop_after_steps=2")

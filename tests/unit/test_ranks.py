@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import psutil
 
@@ -21,7 +20,7 @@ if "fail" in sys.argv:
 """
 
 
-def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = train_in_forks(["fail"], world=2, program=tmp_path / "program.py")
     assert (done.returncode, done.stderr) == (7, "bad luck\n")
@@ -29,7 +28,7 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path: Pat
         assert not psutil.pid_exists(json.loads(line)["pid"])
 
 
-def test_ranks_have_torchruns_environment_and_one_rank_has_none(tmp_path: Path) -> None:
+def test_ranks_have_torchruns_environment_and_one_rank_has_none(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     for world, ranks in ((1, [None]), (2, ["0", "1"])):
         done = train_in_forks(["--a"], world=world, program=tmp_path / "program.py", MINE="x")

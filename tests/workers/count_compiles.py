@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.training.train_step import StepStats, train_step
 from tiny import parse, pretrain
@@ -41,7 +41,7 @@ nn.Module.compile = functools.partialmethod(  # type: ignore[method-assign,assig
 torch.compile = functools.partial(torch.compile, backend="eager")
 if "COMPILE_EVALUATION" in os.environ:
     Strategy.compiles_evaluation = True  # type: ignore[method-assign,assignment]
-gpt2lab.training.trainer.train_step = counted_step
+gpt2lab.training.steps.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
 graphs = counters["stats"]["unique_graphs"]
 # In one write, the line's end with it: several processes have one output.

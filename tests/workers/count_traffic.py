@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import gpt2lab.distributed.runtime
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from benchmarks.sharing_worker import Traffic
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.training.train_step import StepStats, train_step
@@ -39,7 +39,7 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 
 
 Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
-gpt2lab.training.trainer.train_step = counted_step
+gpt2lab.training.steps.train_step = counted_step
 gpt2lab.distributed.runtime.native_bf16 = lambda device: True  # emulated where it is not
 pretrain(parse(sys.argv[1:]))
 sys.stdout.write(

@@ -10,12 +10,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.gpt import GPT
 from tiny import parse, pretrain
 
-plain_step, plain_forward, factor = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
+plain_step, plain_forward, factor = gpt2lab.training.steps.train_step, GPT.forward, [1.0]
 
 
 def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,6 +27,6 @@ def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> 
 
 
 Runtime.runs_ahead = os.environ["PIPELINED"] == "1"  # type: ignore[assignment,method-assign]
-gpt2lab.training.trainer.train_step = step
+gpt2lab.training.steps.train_step = step
 GPT.forward = lambda self, *a: plain_forward(self, *a) * factor[0]  # type: ignore[method-assign]
 pretrain(parse(sys.argv[1:]))

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch.distributed as dist
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from gpt2lab.training.train_step import StepStats, train_step
 from tiny import parse, pretrain
 
@@ -32,6 +32,6 @@ def checked_step(model: Any, *args: Any, **kwargs: Any) -> StepStats:
     return stats
 
 
-gpt2lab.training.trainer.train_step = checked_step
+gpt2lab.training.steps.train_step = checked_step
 pretrain(parse(sys.argv[1:]))
 sys.stdout.write(f"compared {compared} steps\n")  # one write, where print makes two

@@ -123,12 +123,10 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
     folder = history.find_run(name, checkpoint_dir=checkpoint_dir)
     settings = to_flat(history.read_config(folder))
     # Two runs with the same settings have the same hash wherever they lie.
-    plain = {
-        key: value for key, value in settings.items() if not is_path(key) and key != "run_name"
-    }
+    plain = {n: value for n, value in settings.items() if not is_path(n) and n != "run_name"}
     status = overview.read_run(folder)
     facts = history.read_json(folder / "run.json") or {}
-    trained_on = facts.get("environment") or {}
+    environment = facts.get("environment") or {}
     names = ("torch", "device", "world_size", "dtype", "parallel", "compile")
     return {
         "folder": paths.display_path(folder),
@@ -140,7 +138,7 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
         "checkpoint_step": status.checkpoint_step,
         "settings_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
         "data_fingerprint": facts.get("data_fingerprint"),
-        **{f"run_{key}": trained_on.get(key) for key in names if key in trained_on},
+        **{f"run_{name}": environment[name] for name in names if name in environment},
     }
 
 
@@ -230,7 +228,7 @@ def _predict(flags: Doctor) -> tuple[Estimate, str]:
 def _about_memory(found: Estimate) -> str:
     """Return the predicted peak of a run by category, beside the memory that is free."""
     need, tensors, job = found.memory, found.memory.tensors, found.job
-    model = job.config.model
+    model, largest = job.config.model, need.largest_micro_batch
     head = (
         f"{model.model} {fmt.count(job.parameters)}, T {model.context_length}, micro-batch {job.micro_batch} x "
         f"accumulation {job.accumulation} x world {job.world_size}, {job.dtype}, on {found.machine.title}"
@@ -239,7 +237,6 @@ def _about_memory(found: Estimate) -> str:
     rows += [["overhead", f"{need.overhead / GIB:.2f}"], ["total", f"{need.needed / GIB:.2f}"]]
     rows += [["free", "unknown" if need.available is None else f"{need.available / GIB:.2f}"]]
     table = fmt.table([f"at {tensors.peak_at}", "GiB"], rows)
-    largest = need.largest_micro_batch
     if need.fits is None:
         verdict = "the memory of this device is not known"
     elif need.fits:

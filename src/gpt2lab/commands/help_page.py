@@ -45,7 +45,7 @@ def page(
         shown = [by_name[one] for one in common if one in by_name]
     sections = dict.fromkeys(flag.section if everything else "" for flag in shown)
     for section in sections:
-        lines += ["", section] if section else [""]
+        lines += ["", *textwrap.wrap(section, _width())]
         for flag in shown:
             if not everything or flag.section == section:
                 lines.append(_row(_left(flag), _help(flag)))

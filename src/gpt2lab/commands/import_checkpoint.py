@@ -9,7 +9,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.interop.import_checkpoint import import_planned, plan_import
 from gpt2lab.runs import summary
-from gpt2lab.training.evaluator import describe
+from gpt2lab.training.evaluator import validation_line
 
 
 def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -> int:
@@ -34,7 +34,8 @@ def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -
     before = foreign.best_val_loss
     print(
         f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
-        f"{describe(imported.loss, imported.seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
+        f"{validation_line(imported.loss, imported.seconds)}"
+        f"{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
         f"data begins at sample 0: the file does not record the windows that it was trained on\n"
         f"saved as {paths.display_path(imported.folder)}; continue with: "

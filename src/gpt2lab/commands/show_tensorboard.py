@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     found = found or _start(folder, pid_file, flags.port)
     print(
         f"http://{_HOST}:{found['port']}/ shows {paths.display_path(folder)} (process {found['pid']}); "
-        f"make tensorboard-stop ends it"
+        "gpt2lab runs tensorboard --stop ends it"
     )
     return 0
 
@@ -132,5 +132,5 @@ def _check_port(port: int) -> None:
         socket.create_server((_HOST, port)).close()
     except OSError as error:
         raise ConfigError(
-            f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another: make tensorboard PORT=N"
+            f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another --port"
         ) from error

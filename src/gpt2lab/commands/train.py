@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpt2lab.training.recipe import Recipe
 
 
-# Settings that the data or the place decide, where nobody typed them: the file serves elsewhere too.
+# Settings that follow from the data or the machine unless typed: left out, so that the file works elsewhere too.
 _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_dir"})
 
 
@@ -79,7 +79,7 @@ def run(
 
     surroundings, start = extensions(), None
     if "RANK" not in os.environ:
-        # One rank asks nobody: what cannot work is rejected before torch is imported, which takes seconds.
+        # A single rank rejects what cannot work before it imports torch, which takes seconds.
         if planner.measures(request):  # which needs torch
             resolve(request, recipe, world_size=1, set_aside=False, planner=planner)
         else:

@@ -1,7 +1,7 @@
-"""What somebody asks of the trainer: settings, which of them were chosen, what to resume, what may change. No torch.
+"""The request for one start of the trainer: settings, chosen names, what to resume, what may change. No torch.
 
 The command line, a settings file, the Python API, `ablate`, `ladder` and `replay` each make a `RunRequest`; nothing
-below `commands/` sees a command line. A setting that nobody chose may follow from others: `fill_in` computes what
+below `commands/` sees a command line. A setting that no person chose may follow from others: `fill_in` computes what
 follows, at the start and on a resume. config.json and every checkpoint record the names that were chosen.
 """
 
@@ -71,7 +71,7 @@ def make_request(
     open_settings: Iterable[str] = (),
     timeout_minutes: float = 60.0,
 ) -> RunRequest:
-    """Return the request of settings that somebody gave: what is typed counts above the file, the file above a preset.
+    """Return the request for given settings: typed ones override the file, the file overrides the preset.
 
     `typed`, `file`: by the names of flags, paths absolute, as `settings_file` reads them. `allow_change`: names
     separated by commas.
@@ -158,7 +158,7 @@ def fill_in(config: Config, max_steps: int) -> Config:
 
 
 def follow_peak(config: Config, chosen: Collection[str]) -> Config:
-    """Return the settings of a resume whose floor follows the peak, unless somebody chose the floor."""
+    """Return the settings of a resume whose floor follows the peak, unless the floor was chosen."""
     if "min_lr" in chosen:
         return config
     min_lr = default_min_lr(config.optim.max_lr)
@@ -166,7 +166,7 @@ def follow_peak(config: Config, chosen: Collection[str]) -> Config:
 
 
 def without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file without what nobody chose and another peak or length may change, and the record."""
+    """Return the settings of a file without its record, and without unchosen values that follow from peak or length."""
     dropped = (FOLLOWS - chosen_in(values)) | {"chosen"}
     return {name: value for name, value in values.items() if name not in dropped}
 
@@ -183,7 +183,7 @@ def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
     config = override(Config(), {n: v for n, v in values.items() if n in LEAVES})
     steps = _steps_of(config)
     if isinstance(recorded, list):
-        # Somebody may have edited the file: what does not follow was chosen.
+        # The file may have been edited: a value that does not follow was chosen.
         known = FOLLOWS if steps is not None else {"min_lr"}
         edited = (known & values.keys()) - _following(config.optim, steps)
         return frozenset(name for name in recorded if name in LEAVES) | edited

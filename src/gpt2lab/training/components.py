@@ -35,7 +35,7 @@ class Components:
     trained: nn.Module  # the same weights, compiled and distributed
     optimizers: list[torch.optim.Optimizer]
     batches: Batches
-    state: TrainState  # where the run stands at the beginning of this start
+    state: TrainState  # the run's state at the beginning of this start
     resume_check: ResumeCheck | None  # of a resume
     # Why the host decides on each update before it is made. None: the device does, and steps are pipelined.
     host_decides: str | None

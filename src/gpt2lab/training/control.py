@@ -31,7 +31,7 @@ class Request:
 
     @property
     def is_quiet(self) -> bool:
-        """Tell whether training simply goes on."""
+        """Tell whether training continues and nothing is asked for."""
         return self == Request()
 
 

@@ -47,7 +47,7 @@ class Evaluator:
         return needs.get(name, True) is not None
 
     def measure(self, name: str, state: TrainState) -> TrainState | None:
-        """Do what is called `name` with the weights as they are; None if all were asked to stop before it was done.
+        """Measure `name` with the current weights; None if a request to stop came before the end.
 
         Raises: NonFiniteError.
         """
@@ -84,7 +84,7 @@ class Evaluator:
         self.logger.event("eval", state.step, result=result, **result.numbers(), seconds=seconds)
         self.keep(result.results, state.step)
         best = " | best so far" if state.best_step == state.step else ""
-        self.logger.say(f"{self.place(state)} | {describe(result, seconds)}{best}")
+        self.logger.say(f"{self.place(state)} | {validation_line(result, seconds)}{best}")
         if self.is_over(state):
             self.control.has_ended = "early stopping"
         return state
@@ -171,8 +171,8 @@ def _tokens_to_evaluate(start: Start) -> int:
     return T * min(windows, max(1, start.config.eval.val_tokens // T))
 
 
-def describe(result: ValidationLoss, seconds: float) -> str:
-    """Write a validation loss for people."""
+def validation_line(result: ValidationLoss, seconds: float) -> str:
+    """Format a validation loss as a console line."""
     error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
     bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
     sources = "".join(f"{name} {of.val_loss:.4f} | " for name, of in result.by_source.items())

@@ -100,7 +100,7 @@ class Extensions:
         self._each(lambda extension: extension.updating(step))
 
     def ended(self, reason: str | None, error: BaseException | None) -> None:
-        """See Extension; the last one first. One that has ended hears no more events."""
+        """See Extension; the last one first. An extension that has ended gets no more events."""
         while self._active:
             extension = self._active.pop()
             self._call(extension, lambda extension: extension.ended(reason, error))

@@ -91,7 +91,7 @@ class Heartbeat:
         return phase, step
 
     def beat(self) -> None:
-        """Say that a long phase goes on: between the batches of an evaluation."""
+        """Report that a long phase still makes progress: between the batches of an evaluation."""
         step, phase, _ = self._now
         self._now = (step, phase, self._clock())
 
@@ -178,9 +178,7 @@ class Heartbeat:
         )
         step, phase, since = self._now
         own = f"{phase} of step {step} for {self._clock() - since:.0f} s"
-        return (
-            f"hangs in {own}; all wait for: {named or 'nobody known'}; go on with --resume latest"
-        )
+        return f"hangs in {own}; all wait for: {named or 'an unknown rank'}; continue with --resume latest"
 
 
 def stacks() -> str:
@@ -195,7 +193,7 @@ def stacks() -> str:
 
 
 def _say(text: str) -> threading.Thread:
-    """Write to stderr in a thread of its own: it may be a pipe that nobody reads."""
+    """Write to stderr in a separate thread: it may be a pipe without a reader."""
 
     def write() -> None:
         print(text, file=sys.stderr, flush=True)

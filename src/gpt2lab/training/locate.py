@@ -25,7 +25,7 @@ _NEWEST = ("latest", "auto", "best")  # words of --resume
 
 @dataclass(frozen=True)
 class Place:
-    """Where a start goes on."""
+    """The run and the checkpoint that a start continues from."""
 
     run_dir: Path | None  # None: a fresh run, whose folder follows from its settings
     checkpoint: CheckpointInfo | None  # None: a fresh run

@@ -199,7 +199,7 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
         use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
     residual_dtype = system.residual_dtype
-    if start.checkpoint is None or dtype == "bf16":  # a run that goes on in fp32 keeps its own
+    if start.checkpoint is None or dtype == "bf16":  # a run that continues in fp32 keeps its own
         residual_dtype = resolve_residual_dtype(residual_dtype, dtype, runtime.device)
     system = dataclasses.replace(
         system, dtype=dtype, residual_dtype=residual_dtype, compile="on" if compiles else "off"
@@ -303,7 +303,7 @@ def _train(
     extensions: Extensions,
     planner: Planner | None,
 ) -> None:
-    """Train, and record how it ended; what is opened last is closed first."""
+    """Train, and record how the start ended."""
     start, runtime = components.start, components.runtime
     logger = MetricsLogger(
         start.run_dir if folder else None, attempt=start.attempt, recorded=extensions.recorded
@@ -401,7 +401,7 @@ def _conclude(
     if reason is None and (problem := logger.flush()):
         # A power cut that spares the status must spare them.
         raise SaveError(
-            f"{problem}; free space, or repair the disk, and resume, which does what is missing"
+            f"{problem}; free space, or repair the disk, and resume: it does what is missing"
         )
     faultpoint("end.before_status", step)
     folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)

@@ -120,7 +120,7 @@ class Progress:
     def stop_seconds(self, *, assumed_save: float = 0.0, num_steps: int = 1) -> float:
         """Return how long a stop may still take: slow steps and the last save, half as much again.
 
-        `assumed_save` stands in for the save before there was one.
+        `assumed_save`: seconds of a save as long as none was measured.
         """
         steps = sorted(itertools.islice(reversed(self._steps), 100))
         step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
@@ -252,7 +252,7 @@ class RunClock:
         return self._elapsed_before + self.elapsed() + left.value <= self._expected
 
     def line(self, step: int, left: Interval | None) -> str | None:
-        """Write where the run stands, at most once a minute."""
+        """Return the progress line, at most once a minute; else None."""
         now = self.elapsed()
         if left is None or now < self._said + _LINE_EVERY:
             return None

@@ -295,7 +295,7 @@ def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Sett
 def _fit_mini_batch(
     request: RunRequest, config: Config, world_size: int
 ) -> tuple[Config, tuple[str, ...]]:
-    """Lower a mini batch that nobody typed if this world size cannot share the batch otherwise.
+    """Lower a micro-batch that was not typed if the ranks cannot share the batch otherwise.
 
     Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
     """

@@ -49,7 +49,7 @@ class ResumeCheck:
     verified_lr: float | None  # of the last step, as logged; None if nothing was logged
 
     def describe(self) -> str:
-        """Write the result for people."""
+        """Format the result for the console."""
         read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
         data = rate = "nothing logged to compare with"
         if read:
@@ -75,7 +75,7 @@ class ResumeCheck:
 def load_state(
     start: Start, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime
 ) -> TrainState:
-    """Put the chosen checkpoint into model and optimizers, and return where the run stands.
+    """Put the chosen checkpoint into model and optimizers, and return the run's state.
 
     Raises: CheckpointError if this rank sees other bytes than rank 0, or they do not fit.
     """

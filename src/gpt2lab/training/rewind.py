@@ -26,7 +26,7 @@ def rewind(
 ) -> TrainState | None:
     """Load an earlier checkpoint and move on past the batch that spiked; None if there is no checkpoint.
 
-    The samples left out are recorded in the state, which alone says where the data goes on: a run that is killed and
+    The samples left out are recorded in the state, which alone decides the next sample: a run that is killed and
     resumed, or repeated, takes the same way.
 
     Raises: NonFiniteError after too many; CheckpointError if the checkpoint does not load.

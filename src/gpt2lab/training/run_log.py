@@ -130,7 +130,7 @@ class StepLog:
         self.announce_phase(batch, step)
 
     def announce_phase(self, batch: GlobalBatch, step: int) -> None:
-        """Record and say the weights of a mixture after `step`: where a start goes on, and where they change."""
+        """Record and show the weights of a mixture after `step`: at the beginning of a start, and where they change."""
         if not isinstance(self._order, Mixture):
             return
         phase = self._order.phase_of(batch.first_sample + batch.samples - 1)
@@ -180,7 +180,7 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         "resume": summary.command_to_resume(start.run_dir, world_size=world_size),
     }
     folder.write_status("running", step=state.step)
-    # First of all: the log must not leave the newer steps while a start could still go on from them.
+    # First of all: the log must not leave the newer steps while a start could still continue from them.
     superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
     _describe_start(components, logger)
     if check is None:

@@ -126,14 +126,14 @@ class Saver:
 
     @property
     def stop_seconds(self) -> float | None:
-        """Seconds that a stop must allow where a writer saves; None as long as nobody knows, or there is none.
+        """Seconds that a stop must allow where a writer saves; None while that is unknown, or without a writer.
 
         It first waits for a save in flight, which may begin at any step, then saves its own step.
         """
         return 2 * self._longest if self.is_async and self._longest is not None else None
 
     def _warn_of_failure(self, failure: str, step: int) -> None:
-        self.logger.warn(f"{failure}; training goes on, the next is due as planned", step)
+        self.logger.warn(f"{failure}; training continues, the next save is due as planned", step)
 
     # -- a save in flight ----------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Saver:
         finally:
             if opened:
                 opened.close()
-        with suppress(OSError, GPT2LabError):  # the checkpoint stands without its event
+        with suppress(OSError, GPT2LabError):  # the checkpoint is complete without its event
             seconds = time.monotonic() - began
             self._report(state, "emergency", [label], seconds, seconds)
         return True
@@ -299,7 +299,7 @@ class Saver:
             self._record(state, self.resumed_kind, labels, seconds=None, stalled=None)
 
     def label(self, step: int, labels: list[str]) -> None:
-        """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
+        """Point labels at a step that is on disk; a failure is a warning: the checkpoint is complete without them."""
         if self.folder is not None:
             for problem in self._set_labels(step, labels):
                 self.logger.warn(problem, step)
@@ -366,7 +366,7 @@ class Saver:
         self._is_on_disk = error is None or (self.run_dir / folder_name(state.step)).exists()
         if not self._is_on_disk:
             return f"checkpoint of step {state.step} not saved: {error}"
-        if error is not None:  # the commit stands
+        if error is not None:  # the commit itself succeeded
             self.logger.warn(
                 f"checkpoint of step {state.step}: {error}; a power cut may lose it, so that older ones stay",
                 state.step,
@@ -425,7 +425,7 @@ class Saver:
         seconds: float | None,
         stalled: float | None,
     ) -> int:
-        """Write the event of a checkpoint and return its bytes; `seconds` None: nobody measured how long it took."""
+        """Write the event of a checkpoint and return its bytes; `seconds` None: not measured."""
         path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         self.logger.event(
@@ -453,7 +453,7 @@ class Saver:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Have a GPU do what is asked within beside, not behind, what it was asked before."""
+    """Run GPU work in a stream of its own, so that it does not wait for earlier work."""
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -32,12 +32,12 @@ class Start:
     val_orders: tuple[Order, ...]  # of each source's validation windows
     plan: Plan
     room: DiskBudget
-    hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
+    hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, and no file was given
     stop_after_steps: int | None
     deadlines: dict[str, float]  # reason: moment on rank 0's monotonic clock
     last_save_seconds: float | None  # of the run's newest checkpoint, on a resume
     recorded: dict[str, dict[str, Any]]  # on a resume, kind -> event of the checkpoint's step
-    has_ended: bool  # all that is due after the checkpoint's step is done, and said to be
+    has_ended: bool  # everything due after the checkpoint's step is done and recorded
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
@@ -58,7 +58,7 @@ class Start:
         return self.data.tokenizer.files if self.data.tokenizer else {}
 
     def describe_data(self) -> str:
-        """Write the data for people."""
+        """Format the data for the console."""
         return self.data.describe(self.order.unused_targets)
 
     def last_sample(self) -> int:

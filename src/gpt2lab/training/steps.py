@@ -77,7 +77,7 @@ class StepPipeline:
             since = time.monotonic()
             self._look_at_gradients(number)
             aside = time.monotonic() - since
-            self.busy.acquire()  # until the step is known; for good after an error on the way
+            self.busy.acquire()  # until the step is known; never released after an error
 
         lr, stats = launch_step(
             self.components, number, batch, self.state, before_update=before_update
@@ -110,7 +110,7 @@ class StepPipeline:
         step, policy = self.launched[0], self.config.optim.on_spike
         step.stats.done.wait()
         if policy == "rewind" and is_spike(step.stats.loss, self.state.recent_losses):
-            self.busy.acquire()  # for good after an error on the way
+            self.busy.acquire()  # never released after an error
             went_back = self._rewind(step.batch, step.stats.loss)
             if went_back:
                 self.launched.clear()

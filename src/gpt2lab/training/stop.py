@@ -25,8 +25,8 @@ from gpt2lab.errors import ConfigError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGUSR2
-GIVE_UP_AFTER = 3  # the third signal ends the process where it stands
-ONE_WISH_SECONDS = 0.2  # a dying launcher's every thread has the kernel send one more
+GIVE_UP_AFTER = 3  # the third signal ends the process at once
+SAME_REQUEST_SECONDS = 0.2  # a dying launcher's every thread has the kernel send one more
 COMMIT_SECONDS = 5.0  # what a commit in flight is given then
 
 
@@ -42,20 +42,20 @@ class Signals:
         # Tells whether another process commits a checkpoint for this one. Called in another thread.
         self.is_writing: Callable[[], bool] = lambda: False
         self._committing = False
-        self.asked_at = -ONE_WISH_SECONDS  # when, last, on the monotonic clock
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self.asked_at = -SAME_REQUEST_SECONDS  # when, last, on the monotonic clock
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
         self._handlers = {  # the thread acts
             number: signal.signal(number, lambda *_: None)
             for number in (*STOP_SIGNALS, SAVE_SIGNAL)
         }
-        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
-        with self._ears:
-            while numbers := self._ears.recv(64):  # empty once the other end is closed
+        with self._receiver:
+            while numbers := self._receiver.recv(64):  # empty once the other end is closed
                 for number in numbers:
                     self._count(number)
 
@@ -65,7 +65,7 @@ class Signals:
         if number not in STOP_SIGNALS:
             return
         now = time.monotonic()
-        if now - self.asked_at < ONE_WISH_SECONDS:
+        if now - self.asked_at < SAME_REQUEST_SECONDS:
             return
         self.asked_at = now
         self.level, self.number = self.level + 1, number
@@ -92,16 +92,16 @@ class Signals:
             self._committing = False
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._mouth.close()
+        self._sender.close()
         self._thread.join()
 
 
 def more_to_abort(number: int, level: int) -> str:
-    """Return how to end at once, for somebody at the keyboard."""
+    """Return the hint how to end at once, after Ctrl+C."""
     if number != signal.SIGINT:
         return ""
     return "; press twice more to abort" if level == 1 else "; press once more to abort"
@@ -140,7 +140,7 @@ def show_stacks_on_request() -> None:
     """Print every thread's stack on SIGUSR2 and on a crash of the interpreter, without ending anything else."""
     if sys.__stderr__ is None:
         return
-    with suppress(OSError, ValueError, AttributeError):  # no real stderr: nobody would read it
+    with suppress(OSError, ValueError, AttributeError):  # no real stderr
         faulthandler.enable(sys.__stderr__)
         faulthandler.register(STACKS_SIGNAL, sys.__stderr__)
 

@@ -137,7 +137,7 @@ class Trainer:
         return None
 
     def answer(self, number: int, level: int) -> None:
-        """Say at once what a request to stop leads to; called by the thread that hears of signals."""
+        """Show at once what a request to stop leads to; called by the signal thread."""
         phase, step = self.heartbeat.doing
         what = {
             "training": f"finishing step {step}, then saving",
@@ -180,7 +180,7 @@ class Trainer:
     # -- evaluations after a step --------------------------------------------------------------------------------
 
     def due_after_step(self) -> tuple[str, ...]:
-        """Name what is to be measured after the step just done; before the first one that is the validation loss."""
+        """Name what is to be measured after the step just done; before the first step, the validation loss."""
         step, config = self.state.step, self.config.eval
         if step == 0:
             return ("eval",)

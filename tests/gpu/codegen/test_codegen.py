@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,32 +27,30 @@ def cases() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def counted(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def counted(cases) -> list[dict[str, Any]]:
     """Return GPT-2 124M cut to two and four layers at micro-batch 64, on an H100."""
     return cases[:2]
 
 
 @pytest.fixture(scope="module")
-def by_region(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def by_region(cases) -> dict[str, Any]:
     """Return two layers, compiled as those of a deep model, with NorMuon."""
     return cases[2]
 
 
-def test_the_step_is_two_graphs_compiled_once(counted: list[dict[str, Any]]) -> None:
+def test_the_step_is_two_graphs_compiled_once(counted):
     for case in counted:
         assert [graph["is_backward"] for graph in case["graphs"]] == [False, True]
         assert (case["graph_breaks"], case["recompiles"]) == (0, 0)
 
 
-def test_a_pipelined_step_never_waits_for_the_card(cases: list[dict[str, Any]]) -> None:
+def test_a_pipelined_step_never_waits_for_the_card(cases):
     assert {case["case"]["optimizer"] for case in cases} == {"adamw", "normuon"}
     for case in cases:
         assert case["waits"] == []
 
 
-def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
-    counted: list[dict[str, Any]],
-) -> None:
+def test_kernels_and_bytes_of_twelve_layers_are_within_budget(counted):
     """The budget is what was counted when it was written, and 2 %: see docs/gpu_results.md."""
     found = report.extrapolate(counted[0], counted[1], ModelConfig.n_layer)
     budget = {
@@ -69,9 +66,7 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     assert found["backward library calls"] == 2 * 12 * 4 + 12
 
 
-def test_a_step_in_regions_calls_one_block_for_each_layer(
-    counted: list[dict[str, Any]], by_region: dict[str, Any]
-) -> None:
+def test_a_step_in_regions_calls_one_block_for_each_layer(counted, by_region):
     assert [graph["is_backward"] for graph in by_region["graphs"]] == [False, True] * 3
     assert (by_region["graph_breaks"], by_region["recompiles"]) == (0, 0)
     calls = sorted(graph["calls"] for graph in by_region["graphs"])
@@ -81,7 +76,7 @@ def test_a_step_in_regions_calls_one_block_for_each_layer(
         assert regions[name] == one[name]  # the head's gradient stays in the forward pass
 
 
-def test_no_kernel_spills(counted: list[dict[str, Any]]) -> None:
+def test_no_kernel_spills(counted):
     rows = [(k["name"], row) for k in report.kernels_of(counted[:1]) for row in k["machine_code"]]
     assert rows
     for name, row in rows:
@@ -89,15 +84,13 @@ def test_no_kernel_spills(counted: list[dict[str, Any]]) -> None:
         assert row["registers"] > 0
 
 
-def test_only_the_loss_indexes_in_int64(counted: list[dict[str, Any]]) -> None:
+def test_only_the_loss_indexes_in_int64(counted):
     """Its logits are 3.3e9 numbers; all else is below 2**31, where int32 does."""
     wide = {k["group"] for k in report.kernels_of(counted) if k["index"] == "int64"}
     assert wide == {"cross-entropy"}
 
 
-def test_operators_outside_the_graphs_do_not_grow_with_the_layers(
-    counted: list[dict[str, Any]],
-) -> None:
+def test_operators_outside_the_graphs_do_not_grow_with_the_layers(counted):
     """But for one: autograd adds each gradient of a further micro-batch by itself."""
     outside = [dict(case["outside"]) for case in counted]
     assert [names.pop("add_") for names in outside] == list(TENSORS.values())
@@ -105,7 +98,7 @@ def test_operators_outside_the_graphs_do_not_grow_with_the_layers(
     assert sum(outside[0].values()) <= 187 - 148  # docs/gpu_results.md: of twelve layers
 
 
-def test_the_command_prints_what_it_counts(tmp_path: Path) -> None:
+def test_the_command_prints_what_it_counts(tmp_path):
     words = ["--architecture", "sm_80", "--micro_batch", 2, "--layers", 1, 2]
     words += ["--ddp_bucket_mb", 25, "--attention", "flash"]
     code, said, error = call("benchmark", "codegen", *words, "--json", tmp_path / "c.json")

@@ -26,28 +26,26 @@ def counted() -> list[dict[str, Any]]:
     return parallel.generate("sm_90", of_fsdp + others)
 
 
-def test_nothing_compiles_after_the_first_step(counted: list[dict[str, Any]]) -> None:
+def test_nothing_compiles_after_the_first_step(counted):
     for row in counted:
         assert row["compiled"][0] > 0
         assert len(set(row["compiled"])) == 1
 
 
-def test_embeddings_a_block_and_the_loss_are_compiled(counted: list[dict[str, Any]]) -> None:
+def test_embeddings_a_block_and_the_loss_are_compiled(counted):
     """Forward and backward of each, and nothing breaks a graph."""
     for row in counted:
         assert [graph["is_backward"] for graph in row["graphs"]] == [False, True] * 3
         assert row["graph_breaks"] == 0
 
 
-def test_matrices_gathered_in_bf16_are_cast_by_no_kernel_of_a_block(
-    counted: list[dict[str, Any]],
-) -> None:
+def test_matrices_gathered_in_bf16_are_cast_by_no_kernel_of_a_block(counted):
     """Neither the four weights in forward, nor their gradients in backward: of each of two blocks."""
     fp32, bf16 = ([graph["kernels"] for graph in row["graphs"]] for row in counted[:2])
     assert [a - b for a, b in zip(fp32, bf16, strict=True)] == [0, 0, 8, 8, 0, 0]
 
 
-def test_the_operators_outside_are_within_budget(counted: list[dict[str, Any]]) -> None:
+def test_the_operators_outside_are_within_budget(counted):
     """The budget is what was counted. 28 add gradients of a second micro-batch, 10 reject what is not finite.
 
     Each gathering in bf16 casts this rank's rows in one.

@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
+def test_preparation_and_loading_side_by_side(tmp_path):
     words = ["--megabytes", 2, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
     code, said, error = script("benchmark", "data", *words)
     assert code == 0, error
@@ -36,7 +36,7 @@ def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parallel_modes_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_modes_side_by_side(tmp_path, monkeypatch):
     """The ranks are forks; the test below starts them as torchrun does."""
 
     def measure(worker: Path, words: list[str], *, processes: int, threads: int) -> object:
@@ -63,7 +63,7 @@ def test_parallel_modes_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
+def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path):
     words = [
         "--layers",
         1,
@@ -92,7 +92,7 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_saves_side_by_side(tmp_path: Path) -> None:
+def test_saves_side_by_side(tmp_path):
     """Each way writes weights and both moments once, and nothing stays behind."""
     words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
     code, said, error = script("benchmark", "save", *words, "--json", tmp_path / "s.json")
@@ -108,7 +108,7 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
+def test_predictions_beside_what_was_measured(tmp_path):
     words = ["--probe_steps", 1, "--steps", 1, "--json", tmp_path / "p.json"]
     code, said, error = call("benchmark", "planner", *words)
     assert code == 0, error
@@ -170,14 +170,14 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
         (["codegen", "--ddp_bucket_mb", "0.5"], "--ddp_bucket_mb 0.5 must be at least 1"),
     ],
 )
-def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
-    code, said, error = call("benchmark", *words, folder=REPOSITORY)
+def test_a_wrong_call_is_one_line(words, message):
+    code, said, error = call("benchmark.py", *words, folder=REPOSITORY)
     assert (code, said) == (2, "")
     assert error.splitlines()[-1].startswith("error: ")
     assert message in error
 
 
-def test_code_for_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_a_gpu_needs_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"codegen: no Triton \(the extra codegen: pip install triton==3.7.1\)"

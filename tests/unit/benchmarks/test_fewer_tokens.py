@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from launch import REPOSITORY
 MEASURED = sorted((REPOSITORY / "docs" / "fewer_tokens").glob("*.json"))
 
 
-def test_tokens_lie_between_two_complete_runs_by_their_logarithm() -> None:
+def test_tokens_lie_between_two_complete_runs_by_their_logarithm():
     # A nat less each time the tokens double; a second to begin with, and one for each 100 tokens.
     ends = [End(400, 3.0, 5.0), End(100, 5.0, 2.0), End(200, 4.0, 3.0)]
     tokens = 100 * 2**0.5
@@ -25,14 +24,14 @@ def test_tokens_lie_between_two_complete_runs_by_their_logarithm() -> None:
 
 
 @pytest.mark.parametrize("loss", [5.1, 2.9])
-def test_a_loss_outside_the_runs_is_an_error_not_a_guess(loss: float) -> None:
+def test_a_loss_outside_the_runs_is_an_error_not_a_guess(loss):
     with pytest.raises(
         CheckError, match="between 5.0000 after 100, 3.0000 after 400; add".replace(".", "[.]")
     ):
         fewer_tokens.reach([End(400, 3.0, 0), End(100, 5.0, 0)], loss)
 
 
-def test_ratios_are_taken_seed_by_seed(tmp_path: Path) -> None:
+def test_ratios_are_taken_seed_by_seed(tmp_path):
     def setting(tokens: int, *losses: float) -> dict[str, object]:
         seconds = [0.0, tokens**0.5]
         curves = [
@@ -65,7 +64,7 @@ def test_ratios_are_taken_seed_by_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
-def test_the_page_shows_what_the_files_hold(table: Path) -> None:
+def test_the_page_shows_what_the_files_hold(table):
     page = (REPOSITORY / "docs" / "log" / "2026.md").read_text()
     for row in fewer_tokens.rows(fewer_tokens.read(table)):
         cells = [cell.strip() for cell in row.strip("|").split("|")[1:] if cell.strip()]
@@ -75,7 +74,7 @@ def test_the_page_shows_what_the_files_hold(table: Path) -> None:
 
 
 @pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
-def test_the_page_of_the_presets_cites_the_ratio_of_each_file(table: Path) -> None:
+def test_the_page_of_the_presets_cites_the_ratio_of_each_file(table):
     page = " ".join((REPOSITORY / "docs" / "modern.md").read_text().split())
     ratio = fewer_tokens.read(table).ratio
     assert f"[{ratio.value:.3f} ± {ratio.half_interval:.3f}](fewer_tokens/{table.name})" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -20,11 +19,8 @@ TOKENS = 4 * 128
 
 
 def test_each_change_moves_the_loss_and_none_is_the_trainers(
-    tiny_data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_data, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 4 steps is the last alone
     run = Run(tiny_data, tmp_path, *MODERN, "--optimizer=muon", f"--max_tokens={TOKENS}")
     run.train()
@@ -51,14 +47,14 @@ def test_each_change_moves_the_loss_and_none_is_the_trainers(
         changes.main([str(run.path / "metrics.jsonl"), *run.flags])
 
 
-def test_a_change_of_muon_needs_it_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_change_of_muon_needs_it_before_anything_is_trained(tmp_path):
     out = tmp_path / "changes.jsonl"
     with pytest.raises(ConfigError, match="--changes normuon: needs --optimizer muon"):
         changes.main([str(out), "--changes", "soft_cap", "normuon", "--model=modern-nano"])
     assert not out.exists()
 
 
-def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
+def test_a_growing_batch_takes_all_samples_once_in_their_order():
     def half(number: int) -> GlobalBatch:
         ids = torch.full((1, 2), number)
         return GlobalBatch((MicroBatch(ids, ids, 0, True),), 2, 0, number, 1, None)
@@ -71,7 +67,7 @@ def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
     assert [m.is_last for m in grown[-1][2].micro_batches] == [False, False, False, True]
 
 
-def test_the_page_shows_the_runs_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_runs_of_the_file(capsys):
     docs = REPOSITORY / "docs"
     file = docs / "fewer_tokens" / "changes.jsonl"
     flags = json.loads(file.read_text().splitlines()[0])["flags"]
@@ -90,9 +86,7 @@ def test_the_page_shows_the_runs_of_the_file(capsys: pytest.CaptureFixture[str])
         ("normuon_mini_longer", "12345"),
     ],
 )
-def test_the_page_shows_what_normuon_gained(
-    name: str, seeds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_normuon_gained(name, seeds, capsys):
     docs = REPOSITORY / "docs"
     file = docs / "fewer_tokens" / f"{name}.jsonl"
     runs = [json.loads(line) for line in file.read_text().splitlines()]

@@ -48,7 +48,7 @@ def _predecessor(folder: Path, literal: str) -> Path:
 # -- what each one reports -----------------------------------------------------------------------------------------
 
 
-def test_each_trainers_own_lines_are_read(tmp_path: Path) -> None:
+def test_each_trainers_own_lines_are_read(tmp_path):
     """The lines are as the programs print them; an unfinished last line is not a step."""
     place = place_in(tmp_path)
     _predecessor(tmp_path / "a", "vocab_size=50304")
@@ -85,7 +85,7 @@ def test_each_trainers_own_lines_are_read(tmp_path: Path) -> None:
     assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
 
 
-def test_our_flags_are_flags_of_the_trainer(tmp_path: Path) -> None:
+def test_our_flags_are_flags_of_the_trainer(tmp_path):
     """The dry run takes them all, and plans the size that was asked for."""
     place = place_in(tmp_path)
     tokens = token_stream.markov_tokens(300_000, vocab_size=256)
@@ -97,7 +97,7 @@ def test_our_flags_are_flags_of_the_trainer(tmp_path: Path) -> None:
     assert "2,048 = B 8 x T 256 x accumulation 1 x world 1" in done.stdout
 
 
-def test_a_checkout_that_is_another_program_is_rejected(tmp_path: Path) -> None:
+def test_a_checkout_that_is_another_program_is_rejected(tmp_path):
     assert contestants.parse_peer("hf") == ("hf", None)
     mine = _nanogpt(tmp_path / "n")
     assert contestants.parse_peer(f"nanogpt={mine}") == ("nanogpt", mine)
@@ -106,7 +106,7 @@ def test_a_checkout_that_is_another_program_is_rejected(tmp_path: Path) -> None:
         contestants.parse_peer(f"nanogpt={mine}")
 
 
-def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path: Path) -> None:
+def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path):
     """The predecessor writes its vocabulary into its source, so its copy must be edited."""
     good = _predecessor(tmp_path / "good", "GPTConfig(vocab_size=50304,")
     trainer = contestants.peer("predecessor", good, place_in(tmp_path / "run"), SIZES["tiny256"])
@@ -117,7 +117,7 @@ def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path: Path) -> None
         contestants.peer("predecessor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
 
 
-def test_all_formats_hold_the_same_tokens(tmp_path: Path) -> None:
+def test_all_formats_hold_the_same_tokens(tmp_path):
     tokens = token_stream.text_tokens(200_000, vocab_size=50304)
     assert tokens.dtype == np.uint16
     assert tokens.max() < 50257
@@ -129,7 +129,7 @@ def test_all_formats_hold_the_same_tokens(tmp_path: Path) -> None:
     assert token_stream.text_tokens(1000, vocab_size=256).max() < 256
 
 
-def test_made_up_tokens_are_as_uneven_as_text() -> None:
+def test_made_up_tokens_are_as_uneven_as_text():
     tokens = token_stream.markov_tokens(100_000, vocab_size=50304)
     assert (tokens == token_stream.markov_tokens(100_000, vocab_size=50304)).all()
     assert tokens.max() < 50257
@@ -139,7 +139,7 @@ def test_made_up_tokens_are_as_uneven_as_text() -> None:
     assert 0.45 < follows.mean() < 0.6
 
 
-def test_other_programs_find_the_vocabulary_without_a_network(tmp_path: Path) -> None:
+def test_other_programs_find_the_vocabulary_without_a_network(tmp_path):
     token_stream.write_tiktoken_cache(tmp_path / "cache")
     code = "import tiktoken; print(tiktoken.get_encoding('gpt2').encode('Hello world'))"
     environment = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
@@ -151,7 +151,7 @@ def test_other_programs_find_the_vocabulary_without_a_network(tmp_path: Path) ->
 # -- a process -----------------------------------------------------------------------------------------------------
 
 
-def test_a_contestant_is_stopped_when_enough_is_known(tmp_path: Path) -> None:
+def test_a_contestant_is_stopped_when_enough_is_known(tmp_path):
     found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=HANG_SECONDS)
     assert [step.seconds for step in found.timed] == [0.0125, 0.0135, 0.0145]
     assert found.steps[0].loss == 9.0
@@ -159,7 +159,7 @@ def test_a_contestant_is_stopped_when_enough_is_known(tmp_path: Path) -> None:
     assert found.start_seconds > 0
 
 
-def test_a_contestant_that_dies_or_dawdles_is_reported_with_its_last_words(tmp_path: Path) -> None:
+def test_a_contestant_that_dies_or_dawdles_is_reported_with_its_last_words(tmp_path):
     with pytest.raises(CheckError, match="fake ended by itself: out of luck"):
         running.run(fake_trainer(tmp_path, "3"), warmup=2, steps=30, limit_seconds=HANG_SECONDS)
     with pytest.raises(CheckError, match="has not finished in"):
@@ -179,7 +179,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_memory_and_operators_of_any_training_script(tmp_path: Path) -> None:
+def test_memory_and_operators_of_any_training_script(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     script = (str(tmp_path / "train.py"),)
     trainer = Contestant("any", script, place_in(tmp_path), contestants._our_steps, SMALL)
@@ -195,7 +195,7 @@ def test_memory_and_operators_of_any_training_script(tmp_path: Path) -> None:
     assert seconds["attention"] == seconds["communication"] == 0
 
 
-def test_a_killed_benchmark_leaves_no_trainer_behind(tmp_path: Path) -> None:
+def test_a_killed_benchmark_leaves_no_trainer_behind(tmp_path):
     """The fake's folder is named on the command line, so that exactly its process can be looked for."""
     fake_trainer(tmp_path)
     code = f"""
@@ -222,7 +222,7 @@ running.run(fake_trainer(Path({str(tmp_path)!r})), warmup=1, steps=10**6, limit_
 # -- the comparison ------------------------------------------------------------------------------------------------
 
 
-def test_a_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
+def test_a_forecast_stands_beside_what_was_measured(tmp_path):
     """On a GPU the peak that a step reports is of tensors, without context and fragmentation."""
     place = dataclasses.replace(place_in(tmp_path), device="cuda")
     ours = contestants.ours(place, SIZES["gpt2"], dtype="auto")
@@ -245,13 +245,13 @@ def test_a_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert contestants.describe_forecast(found) == said
 
 
-def test_ours_runs_first_and_last_and_the_others_turn_around() -> None:
+def test_ours_runs_first_and_last_and_the_others_turn_around():
     assert race.order(["A", "B", "C"], 1) == list("ABCA")
     assert race.order(["A", "B", "C"], 2) == list("ABCACBA")
     assert race.order(["A"], 1) == list("AA")
 
 
-def test_a_ratio_within_the_noise_is_not_printed() -> None:
+def test_a_ratio_within_the_noise_is_not_printed():
     ours = entry_of("ours", [1.0, 1.0], [1.1, 1.1])
     assert race.ratio(ours, entry_of("slow", [2.1, 2.1]))[1] == "2.00"
     value, text = race.ratio(ours, entry_of("near", [1.1, 1.1]))
@@ -261,7 +261,7 @@ def test_a_ratio_within_the_noise_is_not_printed() -> None:
     assert race.ratio(ours, unsteady)[0] is None
 
 
-def test_the_table_holds_the_medians_of_the_timed_steps() -> None:
+def test_the_table_holds_the_medians_of_the_timed_steps():
     ours, other = (
         entry_of("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]),
         entry_of("other", [0.4, 0.4, 0.5]),
@@ -310,25 +310,23 @@ def test_the_table_holds_the_medians_of_the_timed_steps() -> None:
         ("triton_per_fused_add_native_layer_norm_5", "elementwise"),
     ],
 )
-def test_operators_are_sorted_by_what_they_do(operator: str, group: str) -> None:
+def test_operators_are_sorted_by_what_they_do(operator, group):
     assert trainers.group_of(operator) == group
 
 
-def test_what_no_operator_explains_is_idle() -> None:
+def test_what_no_operator_explains_is_idle():
     seconds = trainers.split_operators({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
     assert seconds["idle"] == pytest.approx(0.3)
     assert "data" not in seconds
     assert "matmul 600.0 ms (60%)" in trainers.describe_split("ours", seconds)
 
 
-def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it() -> None:
+def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it():
     seconds = trainers.split_operators({"aten::mm": 0.6}, 1.0, 0.1)
     assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
 
 
-def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ceilings_are_measured_and_leave_the_precision_as_it_was(monkeypatch):
     monkeypatch.setattr(ceilings, "_SECONDS", 0.0)
     monkeypatch.setattr(ceilings, "_LEAST_ROUNDS", 1)
     monkeypatch.setattr(ceilings, "_matmul_shapes", lambda size, device: [(128, 128, 128)])
@@ -341,16 +339,14 @@ def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
 
 
 @pytest.mark.slow
-def test_the_peak_of_registers_is_measured_or_unknown() -> None:
+def test_the_peak_of_registers_is_measured_or_unknown():
     found = ceilings.register_peak("fp32", threads=1, flags=ceilings.cpu_flags())
     assert found is None or found > 1e6
     assert ceilings.register_peak("bf16", threads=1, flags={"sse2", "avx2"}) is None
 
 
 @pytest.mark.parametrize("amx", ["amx_tile", "amx_bf16"])
-def test_a_processor_with_tiles_has_no_register_peak_and_no_share_of_it(
-    amx: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_with_tiles_has_no_register_peak_and_no_share_of_it(amx, monkeypatch):
     """Vector registers reached 106 GFLOP/s in bf16 where one matrix product on tiles reached 2,800."""
     flags = frozenset({"avx512f", "avx512_bf16"})
     assert not ceilings.has_amx(flags)
@@ -372,7 +368,7 @@ def test_a_processor_with_tiles_has_no_register_peak_and_no_share_of_it(
 
 
 @pytest.mark.slow
-def test_the_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_comparison(tmp_path, monkeypatch):
     """Our trainer beside Hugging Face, with memory and profile, in four processes; ceilings have a test above."""
     monkeypatch.setattr(ceilings, "_SECONDS", 0.0)
     monkeypatch.setattr(ceilings, "_LEAST_ROUNDS", 1)

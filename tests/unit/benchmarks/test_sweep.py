@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import contestants, race, running, trainers
 from benchmarks.contestants import Contestant, Step
-from benchmarks.sizes import SIZES, VARIANTS, SizeName, VariantName
+from benchmarks.sizes import SIZES, VARIANTS
 from fake_trainer import entry_of, fake_trainer, place_in
 from gpt2lab.errors import CheckError, ConfigError
 from launch import HANG_SECONDS
@@ -21,9 +21,7 @@ from launch import HANG_SECONDS
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 @pytest.mark.parametrize("size", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
-def test_a_variant_trains_on_as_many_tokens(
-    size: SizeName, name: VariantName, tmp_path: Path
-) -> None:
+def test_a_variant_trains_on_as_many_tokens(size, name, tmp_path):
     variant = (name, VARIANTS[name])
     trainer = contestants.ours(place_in(tmp_path), SIZES[size], dtype="auto", variant=variant)
     assert (trainer.name, trainer.size.tokens) == (name, SIZES[size].tokens)
@@ -32,18 +30,18 @@ def test_a_variant_trains_on_as_many_tokens(
     assert f"--total_batch_size={SIZES[size].tokens}" in trainer.program
 
 
-def test_no_variant_starts_torchs_cuda_graphs() -> None:
+def test_no_variant_starts_torchs_cuda_graphs():
     """They keep gradients where the next micro-batch overwrites them (pytorch#169545), and every size accumulates."""
     assert not [n for n, v in VARIANTS.items() if "TORCHINDUCTOR_CUDAGRAPHS" in v.environment]
 
 
-def test_the_page_for_a_gpu_predicts_every_variant() -> None:
+def test_the_page_for_a_gpu_predicts_every_variant():
     page = (Path(__file__).parents[3] / "docs" / "gpu_results.md").read_text()
     table = page.split("## The sweep")[1].split("## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(VARIANTS)
 
 
-def test_a_step_that_cannot_be_cut_so_is_rejected() -> None:
+def test_a_step_that_cannot_be_cut_so_is_rejected():
     with pytest.raises(ConfigError, match=r"1 x 8 sequences cannot be cut .* 2 times as large"):
         VARIANTS["micro_double"].cut(SIZES["mid"])
 
@@ -54,14 +52,14 @@ def _plan(**changes: Any) -> trainers.Plan:
     )
 
 
-def test_our_variants_come_last(tmp_path: Path) -> None:
+def test_our_variants_come_last(tmp_path):
     """Where time is short, they are left out before other trainers."""
     plan = _plan(variants=("flash",), peers=(("hf", None),))
     found = trainers._contestants(plan, "tiny256", tmp_path)
     assert [contestant.name for contestant in found] == ["ours", "hf", "flash"]
 
 
-def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path):
     """Except ours, which all are compared with."""
     first, second, broken = (
         fake_trainer(tmp_path / "a"),
@@ -85,9 +83,7 @@ def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path: Path) -> Non
         trainers._race(entries[1::-1], _plan(), trainers._Clock(None), said.append)
 
 
-def test_what_would_end_too_late_is_left_out_but_ours_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_end_too_late_is_left_out_but_ours_comes_last(tmp_path, monkeypatch):
     """Of a clock that says ten seconds for every process, and 35 in all: ours, one, no more, ours."""
     now = [0.0]
     monkeypatch.setattr(trainers.time, "monotonic", lambda: now[0])
@@ -109,9 +105,7 @@ def test_what_would_end_too_late_is_left_out_but_ours_comes_last(
     assert "  c: left out, 15 s are left of --total_seconds" in said
 
 
-def test_a_gpu_is_watched_through_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_watched_through_nvidia_smi(tmp_path, monkeypatch):
     """A script of that name plays it: what it prints is read, and it is ended with the watch."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text(
@@ -133,7 +127,7 @@ def test_a_gpu_is_watched_through_nvidia_smi(
     assert running.read_weather("Unable to determine the device handle\n") is None
 
 
-def test_the_table_of_a_gpu_tells_its_clock() -> None:
+def test_the_table_of_a_gpu_tells_its_clock():
     ours, other = entry_of("ours", [0.1, 0.1], [0.1, 0.1]), entry_of("other", [0.4, 0.4])
     hot = dataclasses.replace(ours.runs[0], gpu=running.Weather(1755.0, 698.2, 71.0))
     ours.runs[0] = hot

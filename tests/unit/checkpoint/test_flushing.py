@@ -25,12 +25,12 @@ Listen = Callable[[Callable[[str, Path], None]], None]
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
+def run(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
 
 
 @pytest.fixture
-def listen(monkeypatch: pytest.MonkeyPatch) -> Listen:
+def listen(monkeypatch) -> Listen:
     """Return a function that has flushes, renames and deletions of folders told before they happen."""
 
     def begin(hear: Callable[[str, Path], None]) -> None:
@@ -57,8 +57,8 @@ def listen(monkeypatch: pytest.MonkeyPatch) -> Listen:
 
 
 def test_a_new_run_has_its_name_on_the_disk_before_its_first_checkpoint(
-    tiny_data: Path, tmp_path: Path, listen: Listen
-) -> None:
+    tiny_data, tmp_path, listen
+):
     run, calls = Run(tiny_data, tmp_path / "new" / "runs"), list[tuple[str, Path]]()
     listen(lambda name, path: calls.append((name, path)))
     run.train("--max_steps=1")
@@ -67,9 +67,7 @@ def test_a_new_run_has_its_name_on_the_disk_before_its_first_checkpoint(
         assert ("fsync", folder) in calls[:commit]
 
 
-def test_a_retired_checkpoint_has_lost_its_name_on_the_disk_before_its_files_go(
-    run: Run, listen: Listen
-) -> None:
+def test_a_retired_checkpoint_has_lost_its_name_on_the_disk_before_its_files_go(run, listen):
     calls: list[tuple[str, Path]] = []
     listen(lambda name, path: calls.append((name, path)))
     run.train("--max_steps=6", "--keep_checkpoints=1")
@@ -80,9 +78,7 @@ def test_a_retired_checkpoint_has_lost_its_name_on_the_disk_before_its_files_go(
         assert calls[renamed + 1][1] == run.path
 
 
-def test_newer_checkpoints_are_set_aside_on_the_disk_before_the_log_goes_back(
-    run: Run, listen: Listen
-) -> None:
+def test_newer_checkpoints_are_set_aside_on_the_disk_before_the_log_goes_back(run, listen):
     run.train("--max_steps=6", "--stop_after_steps=4")
     begun: dict[str, int] = {}
 
@@ -97,9 +93,7 @@ def test_newer_checkpoints_are_set_aside_on_the_disk_before_the_log_goes_back(
     assert begun == {"aside": 1, "run": 1}, "without the line of the second start"
 
 
-def test_the_end_of_the_log_is_on_the_disk_before_the_status_says_completed(
-    run: Run, listen: Listen
-) -> None:
+def test_the_end_of_the_log_is_on_the_disk_before_the_status_says_completed(run, listen):
     flushed: list[int] = []
     at_end: list[tuple[int, int]] = []
     metrics = run.path / "metrics.jsonl"
@@ -116,9 +110,7 @@ def test_the_end_of_the_log_is_on_the_disk_before_the_status_says_completed(
     assert run.events("done")
 
 
-def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(
-    run: Run, listen: Listen, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(run, listen, capsys):
     calls: list[tuple[str, Path]] = []
 
     def hear(name: str, path: Path) -> None:
@@ -134,9 +126,7 @@ def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(
     assert list(run.checkpoints()) == [8], "the next one whose name is there retires both"
 
 
-def test_a_label_that_cannot_be_read_keeps_its_checkpoint(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_label_that_cannot_be_read_keeps_its_checkpoint(run, monkeypatch):
     run.train("--max_steps=6")
     catalog.set_label(run.path, "best", 2)
 
@@ -151,9 +141,7 @@ def test_a_label_that_cannot_be_read_keeps_its_checkpoint(
     assert catalog.retain(run.path, keep=1, keep_emergency=1) == [4]
 
 
-def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_start(
-    tmp_path: Path,
-) -> None:
+def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_start(tmp_path):
     labels = tmp_path / "run" / "labels"
     labels.mkdir(parents=True)
     left = [labels / ".best.01ab23cd", tmp_path / "run" / ".status.json.89ab4567"]
@@ -164,7 +152,7 @@ def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_star
     assert [path.exists() for path in (*left, *others)] == [False, False, True, True, True]
 
 
-def test_an_io_error_is_one_line_that_names_the_file(run: Run, listen: Listen) -> None:
+def test_an_io_error_is_one_line_that_names_the_file(run, listen):
     def hear(name: str, path: Path) -> None:
         if name == "fsync" and path.name.startswith(".config.json"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -177,9 +165,7 @@ def test_an_io_error_is_one_line_that_names_the_file(run: Run, listen: Listen) -
     assert "\n" not in str(found)
 
 
-def test_weights_that_the_disk_does_not_give_are_one_line(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_the_disk_does_not_give_are_one_line(run, monkeypatch):
     """Torch maps the file itself, and says in a RuntimeError that it could not."""
     run.train("--max_steps=2")
     folder = run.path / manifest.folder_name(2)
@@ -195,7 +181,7 @@ def test_weights_that_the_disk_does_not_give_are_one_line(
 
 
 @pytest.mark.parametrize("before", [b"\0" * 148, b'{"event": "begin", "ti' + b"\0" * 126])
-def test_a_line_after_a_hole_that_a_power_cut_left_is_read(before: bytes, tmp_path: Path) -> None:
+def test_a_line_after_a_hole_that_a_power_cut_left_is_read(before, tmp_path):
     """The disk may have the second of two lines that were not flushed, and zeros in place of the first."""
     line = {"event": "warning", "time": 1.5, "attempt": 1, "step": 0, "message": "m"}
     (tmp_path / "metrics.jsonl").write_bytes(before + json.dumps(line).encode() + b"\n")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.writer import Writer
@@ -27,9 +27,6 @@ from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
-
-
-# -- the process -----------------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -48,7 +45,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "run")
     yield bench
     bench.writer.close()
@@ -56,9 +53,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.run.close()
 
 
-def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(monkeypatch):
     """In place of a card: the runtime keeps an error until a kernel's launch reports it. tests/gpu asks a real one."""
     errors: list[int] = []
 
@@ -78,7 +73,7 @@ def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
     buffer.close()
 
 
-def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench: Bench) -> None:
+def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench):
     assert bench.write(1) is None
     bench.tensor += 1
     assert bench.write(2) is None
@@ -91,7 +86,7 @@ def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench: Be
     assert int(resident) < 64 * 1024, "kB of its own"
 
 
-def test_signals_to_the_whole_group_do_not_end_it(tmp_path: Path) -> None:
+def test_signals_to_the_whole_group_do_not_end_it(tmp_path):
     """Also in the instant of its birth."""
     bench = Bench(tmp_path / "run")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -102,9 +97,7 @@ def test_signals_to_the_whole_group_do_not_end_it(tmp_path: Path) -> None:
     bench.run.close()
 
 
-def test_an_error_of_the_disk_is_reported_and_the_next_save_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_error_of_the_disk_is_reported_and_the_next_save_works(monkeypatch, tmp_path):
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@1")
     bench = Bench(tmp_path / "run")
     error = bench.write(1)
@@ -116,14 +109,14 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_works(
     bench.run.close()
 
 
-def test_a_killed_writer_is_an_error_of_its_save(bench: Bench) -> None:
+def test_a_killed_writer_is_an_error_of_its_save(bench):
     os.kill(bench.writer.pid, signal.SIGKILL)
     answer = bench.writer.wait()
     assert answer.is_last
     assert str(answer.error) == "the writer process ended (killed by signal 9)"
 
 
-def test_a_folder_stays_locked_until_its_writer_has_ended(bench: Bench) -> None:
+def test_a_folder_stays_locked_until_its_writer_has_ended(bench):
     """Else the writer of a killed trainer could commit into a run that another start has taken."""
     bench.run.close()
     with pytest.raises(InUseError):
@@ -132,9 +125,7 @@ def test_a_folder_stays_locked_until_its_writer_has_ended(bench: Bench) -> None:
     RunFolder(bench.run.path).close()
 
 
-def test_a_closed_connection_ends_a_writer_within_a_save(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_closed_connection_ends_a_writer_within_a_save(monkeypatch, tmp_path):
     """As the kernel closes that of a killed trainer."""
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@1")
     bench = Bench(tmp_path / "run")
@@ -147,11 +138,8 @@ def test_a_closed_connection_ends_a_writer_within_a_save(
     bench.run.close()
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def both(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def both(tiny_data, tmp_path_factory) -> dict[str, Run]:
     """Return the same run with and without a writer; `places` of the first are the buffer's at each save by it."""
     runs = {}
     for mode in ("off", "on"):
@@ -170,7 +158,7 @@ def both(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return runs
 
 
-def test_losses_and_files_are_the_same_bytes_in_both_modes(both: dict[str, Run]) -> None:
+def test_losses_and_files_are_the_same_bytes_in_both_modes(both):
     on, off = both["on"], both["off"]
     assert on.losses() == off.losses()
     assert [*on.checkpoints()] == [*off.checkpoints()] == [2, 4, 6, 8]
@@ -184,7 +172,7 @@ def test_losses_and_files_are_the_same_bytes_in_both_modes(both: dict[str, Run])
     assert on.labels() == off.labels()
 
 
-def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both: dict[str, Run]) -> None:
+def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both):
     assert both["off"].places == []
     assert len(both["on"].places) == 3, "the last is written by the trainer itself"
     [(_, _, size)] = set(both["on"].places)
@@ -192,9 +180,7 @@ def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both: dict[str,
     assert 0 <= size - 12 * values <= 64 * tensors
 
 
-def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(
-    both: dict[str, Run],
-) -> None:
+def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(both):
     for mode, run in both.items():
         order = [(event["event"], event["step"]) for event in history.read_events(run.path)]
         saves = run.events("checkpoint")
@@ -205,9 +191,7 @@ def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(
             assert mode == "on" or event["stall_seconds"] == event["seconds"]
 
 
-def test_no_memory_for_a_buffer_means_saves_while_training_waits(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatch):
     def fallocate(*_: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -220,9 +204,7 @@ def test_no_memory_for_a_buffer_means_saves_while_training_waits(
     ]
 
 
-def test_a_save_that_fails_in_the_writer_is_a_warning(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_in_the_writer_is_a_warning(run, monkeypatch):
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
     run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert list(run.checkpoints()) == [4, 6]
@@ -231,9 +213,7 @@ def test_a_save_that_fails_in_the_writer_is_a_warning(
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(
-    lasts: bool, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(lasts, run, monkeypatch):
     """Only if the trainer's own attempt fails too, the run could not save."""
     real = Saver._leave
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
@@ -260,9 +240,7 @@ def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(
     assert (run.status()["state"], run.status()["step"]) == ("stopped", 2)
 
 
-def test_a_rescue_has_room_where_the_first_save_had_no_moments(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rescue_has_room_where_the_first_save_had_no_moments(run, monkeypatch):
     """As after updates that were all rejected: the buffer then holds weights alone."""
     plain, factor = GPT.forward, [math.nan]
 
@@ -272,15 +250,13 @@ def test_a_rescue_has_room_where_the_first_save_had_no_moments(
             raise RuntimeError("a GPU fell off the bus")
 
     monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * factor[0])
-    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    monkeypatch.setattr(gpt2lab.training.steps, "faultpoint", act)
     with pytest.raises(RuntimeError, match="fell off"):
         run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert list(run.checkpoints()) == [2, 3]
 
 
-def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypatch):
     """Where the writer is killed meanwhile: what it left half-written may not be its own."""
     writers, send, others = [], Writer.send, run.path / ".tmp-00000002-of_another"
     monkeypatch.setattr(Writer, "send", lambda self, *a: (writers.append(self), send(self, *a)))
@@ -293,16 +269,14 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(
             (run.path / "new.lock").touch()
             os.replace(run.path / "new.lock", run.path / "run.lock")
 
-    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    monkeypatch.setattr(gpt2lab.training.steps, "faultpoint", act)
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@2")
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert isinstance(run.rejected(*flags), FolderLostError)
     assert others.exists()
 
 
-def test_a_stop_allows_for_a_save_in_flight_and_its_own(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_allows_for_a_save_in_flight_and_its_own(run, monkeypatch):
     """From the end of the first save on, and from the first step of a resume; a slow last save is no hang."""
     margins, limits, plain = {}, {}, Trainer.finish
 

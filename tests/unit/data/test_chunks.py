@@ -23,7 +23,7 @@ AWKWARD = st.text(
 
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(text=AWKWARD, length=st.integers(1, 40), block=st.integers(1, 50))
-def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int) -> None:
+def test_chunks_give_the_ids_of_the_full_text(text, length, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "CHUNK_CHARS", length)
         texts = [text[i : i + block] for i in range(0, len(text), block)]
@@ -38,22 +38,20 @@ def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int
     assert encode_chunks(found, GPT2).ids.tolist() == whole
 
 
-def test_text_with_many_places_to_cut_is_cut() -> None:
+def test_text_with_many_places_to_cut_is_cut():
     found = list(cut(["word " * 1_000_000], where="here", cuts=GPT2.cuts))
     assert len(found) == 5
     assert max(len(chunk.text) for chunk in found) < encode.CHUNK_CHARS + 10
 
 
-def test_what_has_no_white_space_for_millions_of_characters_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_no_white_space_for_millions_of_characters_is_rejected(monkeypatch):
     monkeypatch.setattr(encode, "CHUNK_CHARS", 100)
     monkeypatch.setattr(encode, "LONGEST_WORD", 1000)
     with pytest.raises(DataError, match=r"b\.txt: .* without white space; probably not text"):
         list(cut(["A" * 5000], where="b.txt", cuts=GPT2.cuts))
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+def test_half_a_surrogate_pair_becomes_the_replacement_character():
     (chunk,) = cut(["a\ud800b"], where="here", cuts=GPT2.cuts)
     expected = gpt2_encoding().encode_ordinary("a\ufffdb")
     assert encode_chunks([chunk], GPT2).ids.tolist() == [END_OF_TEXT, *expected]

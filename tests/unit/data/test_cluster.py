@@ -53,9 +53,7 @@ def _kill_worker_of(staging: Path, killed: list[int]) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(address, tmp_path):
     works_with("ray", version("ray"), "data prepared on a cluster whose workers die")
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
     one = launch.call("prepare_data.py", source, f"--out={tmp_path / 'one'}", *FLAGS)
@@ -73,7 +71,7 @@ def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")
 
 
-def test_an_address_without_a_cluster_is_one_line(tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_one_line(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
     code, _, error = launch.call(
         "prepare_data.py", source, f"--out={tmp_path / 'out'}", "--ray=127.0.0.1:1"

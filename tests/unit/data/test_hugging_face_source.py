@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,9 +17,8 @@ MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(240)]
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def dataset(tmp_path) -> str:
     """Return the name of a dataset of four files."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "dataset"
     folder.mkdir()
     for i in range(4):
@@ -33,14 +27,12 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"hf:{folder}"
 
 
-def test_a_dataset_is_read_in_its_order(dataset: str, tmp_path: Path) -> None:
+def test_a_dataset_is_read_in_its_order(dataset, tmp_path):
     run_prepare(dataset, tmp_path / "out", val_tokens=300)
     assert_divided(tmp_path / "out", MANY)
 
 
-def test_whole_files_are_dealt_out_to_parts(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_files_are_dealt_out_to_parts(dataset, tmp_path, monkeypatch):
     read: list[str] = []
     original = readers._read_parquet
 
@@ -60,9 +52,7 @@ def test_whole_files_are_dealt_out_to_parts(
     assert snapshot(tmp_path / "whole") == snapshot(tmp_path / "one")
 
 
-def test_a_lost_connection_keeps_the_groups_that_are_done(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_connection_keeps_the_groups_that_are_done(dataset, tmp_path, monkeypatch):
     sizes = {"val_tokens": 300, "group_bytes": 3_000}
     run_prepare(dataset, tmp_path / "straight", **sizes)
     read: list[str] = []
@@ -86,14 +76,8 @@ def test_a_lost_connection_keeps_the_groups_that_are_done(
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (2, 3), (999, 6)])
-def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempts: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(launch.WORKERS / "hub_outage.py"), str(failures)],
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-        env={**os.environ, "PYTHONPATH": str(launch.REPOSITORY / "src")},
-    )
+def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
+    done = launch.python(launch.WORKERS / "hub_outage.py", failures)
     *said, requests = done.stdout.splitlines()
     assert int(requests) == attempts
     if failures < 999:
@@ -108,22 +92,12 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempt
     ("name", "column", "message"),
     [
         ("hf:no/such-dataset", "text", r"hf:no/such-dataset: the Hugging Face Hub cannot"),
-        (
-            None,
-            "content",
-            r"part-0\.parquet: no column 'content'; it has id, text",
-        ),
+        (None, "content", r"part-0\.parquet: no column 'content'; it has id, text"),
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_one_line(
-    dataset: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str | None,
-    column: str,
-    message: str,
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    dataset, tmp_path, monkeypatch, name, column, message
+):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for long
     with pytest.raises(DataError, match=message) as rejection:
@@ -141,9 +115,7 @@ def test_a_dataset_that_cannot_be_used_is_one_line(
         ("full", "fineweb_edu_full", "default"),
     ],
 )
-def test_subsets_of_fineweb_edu_have_folders_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, subset: str | None, folder: str, config: str
-) -> None:
+def test_subsets_of_fineweb_edu_have_folders_of_their_own(monkeypatch, subset, folder, config):
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(sources, "_hugging_face", lambda *given: asked.append(given))
     open_source("fineweb-edu", text_column="text", subset=subset, revision="abc")
@@ -151,6 +123,6 @@ def test_subsets_of_fineweb_edu_have_folders_of_their_own(
 
 
 @pytest.mark.parametrize("flag", ["subset", "revision"])
-def test_other_sources_have_no_subsets_or_revisions(flag: str) -> None:
+def test_other_sources_have_no_subsets_or_revisions(flag):
     with pytest.raises(DataError, match=f"--{flag} x: only fineweb-edu and hf:NAME have {flag}s"):
         open_source("python-stdlib", text_column="text", **{flag: "x"})

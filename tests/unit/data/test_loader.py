@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -24,7 +22,6 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.data import windows as verifier_module
-from gpt2lab.data.order import Shuffle
 from gpt2lab.data.shards import Shard, open_data
 from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
@@ -35,9 +32,7 @@ from tiny import VOCAB, parse, pretrain, write_shards
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
-def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(
-    tmp_path: Path, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(tmp_path, shuffle, monkeypatch):
     """Its windows, their bytes to hash and one micro-batch are all that is allocated; `benchmark.py data` measures."""
     ids = (np.arange(10_000_000) % 50257).astype(np.uint16)
     for split in ("train", "val"):
@@ -78,8 +73,8 @@ def sparse_shards(folder: Path, *, count: int, tokens: int) -> tuple[Shard, ...]
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
 def test_the_first_batch_needs_only_its_own_windows_of_ten_billion_tokens(
-    tmp_path: Path, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, shuffle, monkeypatch
+):
     """No hash is waited for, and no order of 9.7 million windows is written down, wherever the run begins."""
     go_on = threading.Event()
     monkeypatch.setattr(Verifier, "_verify", lambda self, shard: go_on.wait(100))
@@ -100,26 +95,18 @@ def test_the_first_batch_needs_only_its_own_windows_of_ten_billion_tokens(
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc/self/statm")
-def test_memory_is_flat_over_three_epochs(tmp_path: Path) -> None:
+def test_memory_is_flat_over_three_epochs(tmp_path):
     for split, count in (("train", 4), ("val", 1)):
         for index in range(count):
             ids = (np.arange(4_000_000) % 50257).astype(np.uint16)
             np.save(tmp_path / f"big_{split}_{index:06d}.npy", ids)
-    answer = subprocess.run(
-        [sys.executable, str(launch.WORKERS / "resident_bytes.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    answer = launch.python(launch.WORKERS / "resident_bytes.py", tmp_path)
     assert answer.returncode == 0, answer.stderr
     first, *later = map(int, answer.stdout.split())
     assert max(later) - first < 8e6  # of 32 MB read per epoch
 
 
-# -- verification in the background ----------------------------------------------------------------------------------
-
-
-def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path, tiny_flags):
     """The damage lies in windows that are not read before the checkpoint: its hash tells all the same."""
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
     run_prepare(source, tmp_path / "data")
@@ -134,9 +121,7 @@ def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path: Path, tiny_flags: list
     assert not list((tmp_path / "runs" / "tiny").glob("step_*"))
 
 
-def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
-    tmp_path: Path, tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(tmp_path, tiny_flags, monkeypatch):
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20), tmp_path / "data")
     [train] = (path.name for path in (tmp_path / "data").glob("*_train_*"))
     run_dir = tmp_path / "runs" / "tiny"
@@ -169,9 +154,7 @@ def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
     assert unverified(last) == []
 
 
-def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(
-    tmp_path: Path,
-) -> None:
+def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(tmp_path):
     paths = [tmp_path / name for name in ("a.npy", "b.npy")]
     for path in paths:
         path.write_bytes(b"tokens")
@@ -189,7 +172,7 @@ def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(
     reader.close()
 
 
-def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path):
     folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
     (shard,) = open_data(folder, vocab_size=VOCAB).splits["val"]
     shard.path.unlink()
@@ -200,9 +183,7 @@ def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path: Path) ->
     verifier.close()
 
 
-def test_a_verifier_that_fails_is_heard_by_whoever_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verifier_that_fails_is_heard_by_whoever_waits(tmp_path, monkeypatch):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
 
     def fail(*_: object) -> None:
@@ -217,8 +198,8 @@ def test_a_verifier_that_fails_is_heard_by_whoever_waits(
 
 
 def test_a_stop_hashes_no_shard_that_changed_but_says_that_it_is_not_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
     verifier = Verifier((dataclasses.replace(shard, sha256=sha256_of(shard.path)),))
     verifier.touch(0)
@@ -238,7 +219,7 @@ def test_a_stop_hashes_no_shard_that_changed_but_says_that_it_is_not_verified(
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path: Path, verify: bool) -> None:
+def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     """A memory map of it would end the process with SIGBUS, in the pages beyond its end."""
     (shard,) = sparse_shards(tmp_path, count=1, tokens=100_000)
     shard = dataclasses.replace(shard, sha256=sha256_of(shard.path))
@@ -258,9 +239,7 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path: Path, verify: boo
     reader.close()
 
 
-def test_closing_hashes_no_further_block_of_twenty_gigabytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_hashes_no_further_block_of_twenty_gigabytes(tmp_path, monkeypatch):
     hashed: list[int] = []
     is_hashing, go_on = threading.Event(), threading.Event()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import launch
+from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import DataConfig
+from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.mixture import (
     PATTERN,
     MixedData,
@@ -23,6 +25,7 @@ from gpt2lab.data.mixture import (
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.tokenizers.plain import BYTES
 from tiny import VOCAB, write_shards
 
 T = 16
@@ -52,7 +55,7 @@ def mixture(*phases: tuple[int, tuple[float, ...]]) -> Mixture:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
+def folders(tmp_path) -> dict[str, Path]:
     """Return three folders of one shape, so that equal orders would show."""
     return {
         name: write_shards(tmp_path / name, train=(500, 700, 600, 800), val=(300,))
@@ -60,16 +63,13 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def opened(*words: object, at: tuple[str, ...] = ()) -> TokenData:
+def opened(*words: object, at: tuple[str, ...] = (), vocab_size: int = VOCAB) -> TokenData:
     data = DataConfig(data_dir=tuple(map(str, words)), data_weights_at=at)
-    return open_sources(read_sources(data), vocab_size=VOCAB)
-
-
-# -- counts ----------------------------------------------------------------------------------------------------------
+    return open_sources(read_sources(data), vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_every_pattern_has_its_exact_counts(weights: tuple[float, ...]) -> None:
+def test_every_pattern_has_its_exact_counts(weights):
     counts = count_places(weights)
     assert counts.sum() == PATTERN
     quotas = np.array(weights) / sum(weights) * PATTERN
@@ -77,23 +77,20 @@ def test_every_pattern_has_its_exact_counts(weights: tuple[float, ...]) -> None:
     assert np.bincount(build_pattern(counts), minlength=len(weights)).tolist() == counts.tolist()
 
 
-def test_what_is_left_goes_to_the_largest_remainders() -> None:
+def test_what_is_left_goes_to_the_largest_remainders():
     assert count_places((0.7, 0.25, 0.05)).tolist() == [2867, 1024, 205]  # 2867.2, 1024, 204.8
     assert count_places((1, 1, 1)).tolist() == [1366, 1365, 1365]
+    assert count_places((14, 5, 1)).tolist() == [2867, 1024, 205], "weights are relative"
 
 
-def test_weights_are_relative() -> None:
-    assert count_places((0.7, 0.25, 0.05)).tolist() == count_places((14, 5, 1)).tolist()
-
-
-def test_a_weight_without_a_place_is_rejected_and_a_weight_of_zero_is_not() -> None:
+def test_a_weight_without_a_place_is_rejected_and_a_weight_of_zero_is_not():
     with pytest.raises(ValueError, match="1"):
         count_places((1, 1e-5))
     assert count_places((1, 0)).tolist() == [PATTERN, 0]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights: tuple[float, ...]) -> None:
+def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights):
     counts = count_places(weights)
     same = [Order([100], context_length=T, shuffle="none", seed=0)] * len(weights)
     sources, _ = Mixture(same, [(0, counts)], names=[""] * len(weights)).divide(np.arange(MANY))
@@ -104,17 +101,6 @@ def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights: tuple[floa
         assert np.abs(off).max() <= bound * PATTERN
 
 
-def test_sorting_middles_would_be_off_by_more() -> None:
-    """Why the pattern is not simply sorted: many small sources fall due at once."""
-    counts = count_places(WEIGHTS["one large, many small"]).tolist()
-    keys = sorted(((j + 0.5) / k, source) for source, k in enumerate(counts) for j in range(k))
-    is_first = np.array([source == 0 for _, source in keys])
-    off = PATTERN * np.cumsum(is_first) - np.arange(1, PATTERN + 1) * counts[0]
-    assert np.abs(off).max() > 2 * PATTERN
-
-
-# -- places ----------------------------------------------------------------------------------------------------------
-
 PHASES = (
     [(0, WEIGHTS["the issue's"])],
     [(0, (0.7, 0.3, 0)), (1111, (0.1, 0.1, 0.8)), (1500, (0, 1, 0)), (9000, (1, 1, 1))],
@@ -122,9 +108,7 @@ PHASES = (
 
 
 @pytest.mark.parametrize("phases", PHASES, ids=["weights that stay", "weights that change"])
-def test_samples_are_those_of_a_walk_that_counts(
-    phases: list[tuple[int, tuple[float, ...]]],
-) -> None:
+def test_samples_are_those_of_a_walk_that_counts(phases):
     """Each source is taken from its beginning without a gap or a repeat, through all phases."""
     mixed, own = mixture(*phases), orders()
     first_shard = [0, 3, 4]
@@ -148,7 +132,7 @@ def test_samples_are_those_of_a_walk_that_counts(
         assert (shards[sample], offsets[sample]) == (shard + first_shard[source], offset)
 
 
-def test_a_sample_is_the_same_whatever_it_is_asked_with() -> None:
+def test_a_sample_is_the_same_whatever_it_is_asked_with():
     mixed = mixture(*PHASES[1])
     samples = np.random.RandomState(0).permutation(4_000)
     together = np.stack(mixed.locate(np.arange(4_000)))
@@ -157,7 +141,7 @@ def test_a_sample_is_the_same_whatever_it_is_asked_with() -> None:
     assert (np.stack(alone, axis=1) == together[:, samples[:50]]).all()
 
 
-def test_a_source_is_complete_before_it_repeats() -> None:
+def test_a_source_is_complete_before_it_repeats():
     mixed = mixture(*PHASES[1])
     sources, _ = mixed.divide(np.arange(12_000))
     shards, offsets = mixed.locate(np.arange(12_000))
@@ -170,7 +154,7 @@ def test_a_source_is_complete_before_it_repeats() -> None:
             assert len(set(places[begin : begin + size])) == size
 
 
-def test_epochs_are_counted_for_each_source() -> None:
+def test_epochs_are_counted_for_each_source():
     mixed = mixture(*PHASES[0])
     sources, _ = mixed.divide(np.arange(5000))
     windows = [order.windows_per_epoch for order in mixed.orders]
@@ -180,10 +164,7 @@ def test_epochs_are_counted_for_each_source() -> None:
     assert [mixed.epoch_of(sum(windows) + d) for d in (-1, 0)] == [0, 1]
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------
-
-
-def test_one_folder_is_no_mixture(folders: dict[str, Path]) -> None:
+def test_one_folder_is_no_mixture(folders):
     data = opened(folders["a"])
     order = training_order(data, context_length=T, shuffle="shards", seed=7)
     plain = Order([500, 700, 600, 800], context_length=T, shuffle="shards", seed=7)
@@ -194,7 +175,7 @@ def test_one_folder_is_no_mixture(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
-def test_sources_of_one_size_shuffle_differently(folders: dict[str, Path], shuffle: str) -> None:
+def test_sources_of_one_size_shuffle_differently(folders, shuffle):
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
     order = training_order(data, context_length=T, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
     assert isinstance(order, Mixture)
@@ -203,7 +184,7 @@ def test_sources_of_one_size_shuffle_differently(folders: dict[str, Path], shuff
     assert not np.array_equal(a.locate(second), b.locate(second))
 
 
-def test_the_shards_of_all_sources_are_in_one_row(folders: dict[str, Path]) -> None:
+def test_the_shards_of_all_sources_are_in_one_row(folders):
     data = opened(f"{folders['b']}:1", f"{folders['a']}:3")
     assert [s.path.parent.name for s in data.splits["train"]] == ["b"] * 4 + ["a"] * 4
     order = training_order(data, context_length=T, shuffle="none", seed=7)
@@ -213,7 +194,7 @@ def test_the_shards_of_all_sources_are_in_one_row(folders: dict[str, Path]) -> N
     assert names == [order.names[source] for source in order.divide(samples)[0]]
 
 
-def test_the_fingerprint_is_of_folders_weights_and_changes(folders: dict[str, Path]) -> None:
+def test_the_fingerprint_is_of_folders_weights_and_changes(folders):
     write_shards(folders["b"], train=(500, 700, 600, 801), val=(300,))
     a, b, c = folders.values()
     found = {
@@ -232,7 +213,7 @@ def test_the_fingerprint_is_of_folders_weights_and_changes(folders: dict[str, Pa
     assert opened(f"{a}:0.5", f"{b}:0.5").fingerprint == opened(f"{a}:1", f"{b}:1").fingerprint
 
 
-def test_weights_change_at_the_first_window_past_the_token(folders: dict[str, Path]) -> None:
+def test_weights_change_at_the_first_window_past_the_token(folders):
     words = (f"{folders['a']}:1", f"{folders['b']}:0")
     for tokens, first in ((160, 10), (161, 11), (176, 11)):
         data = opened(*words, at=(f"{tokens}:0,1",))
@@ -243,43 +224,45 @@ def test_weights_change_at_the_first_window_past_the_token(folders: dict[str, Pa
         assert numbers.tolist() == [*range(first), *range(20 - first)]
 
 
-def test_a_weight_too_small_for_a_place_is_one_line(folders: dict[str, Path]) -> None:
+def test_a_weight_too_small_for_a_place_is_one_line(folders):
     with pytest.raises(ConfigError, match="b: its weight 1e-05 is too small a part"):
         opened(f"{folders['a']}:1", f"{folders['b']}:1e-5")
 
 
-def test_a_folder_behind_a_link_is_the_same_folder(folders: dict[str, Path]) -> None:
+def test_a_folder_behind_a_link_is_the_same_folder(folders):
     link = folders["a"].parent / "link"
     link.symlink_to(folders["a"])
     with pytest.raises(ConfigError, match="link: given twice"):
         opened(f"{folders['a']}:1", f"{link}:1")
 
 
-def test_one_folder_with_a_weight_is_told_what_weights_need(folders: dict[str, Path]) -> None:
+def test_one_folder_with_a_weight_is_told_what_weights_need(folders):
     with pytest.raises(DataError, match="no such data folder; a weight needs several"):
         opened(f"{folders['a']}:0.7")
     named = folders["a"].rename(folders["a"].parent / "a:0.7")
     assert opened(named).folder == named
 
 
-def test_a_short_shard_is_named_with_its_folder(folders: dict[str, Path]) -> None:
+def test_a_short_shard_is_named_with_its_folder(folders):
     write_shards(folders["b"], train=(500, 9), val=(300,))
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
     with pytest.raises(DataError, match=r"/b, train shard 1: 9 tokens hold no window"):
         training_order(data, context_length=T, shuffle="none", seed=7)
 
 
-def test_other_tokenizers_do_not_mix(folders: dict[str, Path]) -> None:
-    def take(name: str, tokenizer: str) -> None:
-        (folders[name] / "shards.json").unlink(missing_ok=True)
-        done = launch.call("data", "import", folders[name], f"--tokenizer={tokenizer}")
-        assert done.returncode == 0, done.stderr
-
-    for tokenizer in ("unknown", "bytes"):
-        for name in "bc":
-            take(name, tokenizer)
-        refused = itertools.permutations("abc", 2) if tokenizer == "unknown" else ("ab", "ca")
-        for one, other in refused:
-            with pytest.raises(DataError, match="not known to have the tokenizer of"):
-                opened(f"{folders[one]}:1", f"{folders[other]}:1")
-    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1"), MixedData)
+def test_other_tokenizers_do_not_mix(folders, tmp_path):
+    texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    for name in "bc":
+        shutil.rmtree(folders[name])
+        run_prepare(texts, folders[name], tokenizer=BYTES)
+    for one, other in ("ab", "ca"):
+        with pytest.raises(DataError, match=f"{folders[other].parent}"):
+            opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)
+    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384), MixedData)
+    for name in "bc":
+        known = read_manifest(folders[name])
+        (folders[name] / "shards.json").unlink()
+        write_manifest(folders[name], {**known, "tokenizer": {"name": "unknown", "sha256": None}})
+    for one, other in itertools.permutations("abc", 2):
+        with pytest.raises(DataError, match="tokenizer"):
+            opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,7 @@ from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
-from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.interop.import_shards import ImportOptions, import_folder
+from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -37,12 +35,12 @@ TOKENIZERS: dict[str, Tokenizer] = {
 
 
 @pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+def tokenizer(request) -> Tokenizer:
     return TOKENIZERS[request.param]
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     return write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
 
 
@@ -56,9 +54,7 @@ def documents_of(data: TokenData, split: str) -> list[str]:
     return [data.tokenizer.decode(part[1:].tolist()) for part in parts[1:]]
 
 
-def test_every_document_is_there_in_its_own_ids(
-    tokenizer: Tokenizer, source: Path, tmp_path: Path
-) -> None:
+def test_every_document_is_there_in_its_own_ids(tokenizer, source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=tokenizer)
     data = open_data(tmp_path / "out", vocab_size=2**17)
     assert data.tokenizer == tokenizer == tokenizer_of(tmp_path / "out")
@@ -76,9 +72,7 @@ def test_every_document_is_there_in_its_own_ids(
     assert f"tokenizer {tokenizer.describe()}" in data.describe(0)
 
 
-def test_the_same_documents_are_held_out_whatever_the_tokenizer(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_same_documents_are_held_out_whatever_the_tokenizer(source, tmp_path):
     held_out = []
     for name, tokenizer in {"gpt2": GPT2, **TOKENIZERS}.items():
         run_prepare(source, tmp_path / name, tokenizer=tokenizer)
@@ -89,7 +83,7 @@ def test_the_same_documents_are_held_out_whatever_the_tokenizer(
 
 
 @pytest.mark.parametrize("name", ["trained", "70,000 ids"])
-def test_workers_and_parts_change_no_byte(name: str, tmp_path: Path) -> None:
+def test_workers_and_parts_change_no_byte(name, tmp_path):
     for number in range(4):
         write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::4] * 20)
     tokenizer = TOKENIZERS[name]
@@ -106,7 +100,7 @@ def test_workers_and_parts_change_no_byte(name: str, tmp_path: Path) -> None:
     assert corpora.snapshot(tmp_path / "merged") == expected
 
 
-def test_parts_of_two_tokenizers_are_not_joined(tmp_path: Path) -> None:
+def test_parts_of_two_tokenizers_are_not_joined(tmp_path):
     for number in range(2):
         write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::2] * 20)
     for part, name in ((1, "trained"), (2, "bytes")):
@@ -121,7 +115,7 @@ def test_parts_of_two_tokenizers_are_not_joined(tmp_path: Path) -> None:
         merge(tmp_path / "merged", [tmp_path / "part1", tmp_path / "part2"])
 
 
-def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source: Path, tmp_path: Path) -> None:
+def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     assert run_prepare(source, tmp_path / "out", tokenizer=BYTES) is None
     with pytest.raises(DataError, match="holds something else already"):
@@ -129,7 +123,7 @@ def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source: Path, tmp_p
 
 
 @pytest.mark.parametrize("harm", ["another", "missing"])
-def test_a_changed_tokenizer_file_is_refused(source: Path, tmp_path: Path, harm: str) -> None:
+def test_a_changed_tokenizer_file_is_refused(source, tmp_path, harm):
     out = tmp_path / "out"
     run_prepare(source, out, tokenizer=TOKENIZERS["characters"])
     if harm == "missing":
@@ -142,15 +136,13 @@ def test_a_changed_tokenizer_file_is_refused(source: Path, tmp_path: Path, harm:
     assert "restore the" in verify(out)[0]
 
 
-def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(source, tmp_path):
     with pytest.raises(DataError, match="is not among the 3 of this tokenizer"):
         run_prepare(source, tmp_path / "out", tokenizer=CharactersTokenizer("abc"))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> None:
+def test_an_id_above_the_tokenizers_is_refused(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     with pytest.raises(DataError, match=r"must be below min\(vocab_size, 257\) = 200"):
         open_data(tmp_path / "out", vocab_size=200)
@@ -168,8 +160,9 @@ def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> 
     ],
 )
 def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
-    vocab_size: int, fix: str, tmp_path: Path
-) -> None:
+    vocab_size, fix, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gpt2lab.paths.command", lambda verb: verb)
     with pytest.raises(DataError) as caught:
         open_data(tmp_path / "none", vocab_size=vocab_size)
     name = "tok512" if vocab_size == 512 else "bytes"
@@ -177,7 +170,7 @@ def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
     assert str(caught.value).endswith(words)
 
 
-def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
+def test_windows_of_32_bit_ids(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=MANY)
     data = open_data(tmp_path / "out", vocab_size=2**17)
     (shard,) = data.splits["train"]
@@ -195,46 +188,3 @@ def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
         WindowReader((shard,), context_length=8, id_limit=70_000).read(
             np.zeros(1, int), np.zeros(1, int)
         )
-
-
-def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path: Path) -> None:
-    characters = "\n abcdef"
-    ids = np.arange(4000) % len(characters)
-    for name in ("train", "val"):
-        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    meta = {
-        "vocab_size": 8,
-        "itos": dict(enumerate(characters)),
-        "stoi": {c: i for i, c in enumerate(characters)},
-    }
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    import_folder(tmp_path)
-    data = open_data(tmp_path, vocab_size=128)
-    assert data.tokenizer == CharactersTokenizer(characters)
-    assert measure(tmp_path)["val"].text_bytes == 4000
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhere: bool) -> None:
-    (tmp_path / "t").mkdir()
-    tokenizer = TOKENIZERS["trained"]
-    for name, content in tokenizer.files.items():
-        (tmp_path / "t" / name).write_bytes(content)
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for split in ("train", "val"):
-        ids = [id for text in TEXT for id in (tokenizer.end_of_text, *tokenizer.encode(text))]
-        np.save(folder / f"x_{split}_000000.npy", np.array(ids, np.uint16))
-    out = tmp_path / "out" if elsewhere else None
-    import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), out)
-    data = open_data(out or folder, vocab_size=384)
-    assert data.tokenizer == tokenizer
-    assert data.end_of_text.id == tokenizer.end_of_text
-    facts = measure(out or folder)["val"]
-    assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
-    assert len(facts.lengths) == len(TEXT)
-    with pytest.raises(DataError, match="bytes's end at 256"):
-        import_folder(folder, ImportOptions(tokenizer="bytes"), tmp_path / "other")
-    with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
-        import_folder(folder, ImportOptions(end_token="<end>"), tmp_path / "other")
-    assert not (tmp_path / "other").exists()

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +43,6 @@ def joined(folder: Path) -> list[int]:
     return ids_of(folder, "train") + ids_of(folder, "val")
 
 
-# -- preparing -------------------------------------------------------------------------------------------------------
-
-
 def _as_jsonl(folder: Path) -> Path:
     return write_jsonl(folder / "corpus.jsonl", TEXTS)
 
@@ -73,10 +69,28 @@ def _as_mixed_folder(folder: Path) -> Path:
     return folder / "corpus"
 
 
-@pytest.mark.parametrize("write", [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder])
-def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_text(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
+def _as_csv(folder: Path) -> Path:
+    with open(folder / "corpus.csv", "w", encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictWriter(file, ["id", "text"])
+        rows.writeheader()
+        rows.writerows({"id": i, "text": text} for i, text in enumerate(TEXTS))
+    return folder / "corpus.csv"
+
+
+def _as_packed_lines(folder: Path) -> Path:
+    (folder / "corpus").mkdir()
+    half = GOOD_LINES.index(b"\n", len(GOOD_LINES) // 2) + 1
+    (folder / "corpus" / "a.json.gz").write_bytes(gzip.compress(GOOD_LINES[:half]))
+    (folder / "corpus" / "b.jsonl.bz2").write_bytes(bz2.compress(GOOD_LINES[half:]))
+    return folder / "corpus"
+
+
+GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+KINDS = [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder, _as_csv, _as_packed_lines]
+
+
+@pytest.mark.parametrize("write", KINDS)
+def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_text(tmp_path, write):
     result = run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
     assert_divided(tmp_path / "out", TEXTS)
     assert result is not None
@@ -90,7 +104,7 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
     assert f"{result.total('tokens'):,}" in result_table(result)
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document(tmp_path):
     text = "".join(TEXTS)
     (tmp_path / "corpus.txt").write_text(text)
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
@@ -99,7 +113,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert joined(tmp_path / "out") == expected_stream([text])
 
 
-def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path: Path) -> None:
+def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path):
     texts = [f"{i} before <|endoftext|> after " * 20 for i in range(9)]
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "out")
     held_out, learned = (documents_of(tmp_path / "out", split) for split in ("val", "train"))
@@ -108,17 +122,16 @@ def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path: Path) 
     assert found == set(texts)
 
 
-def test_another_text_column_is_read_when_asked_for(tmp_path: Path) -> None:
+def test_another_text_column_is_read_when_asked_for(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
     run_prepare(source, tmp_path / "out", text_column="content")
     assert_divided(tmp_path / "out", TEXTS)
 
 
-@pytest.mark.parametrize("words", [40, 100, 1000])
-@pytest.mark.parametrize("val_tokens", [None, 5000])
-def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
-    tmp_path: Path, words: int, val_tokens: int | None
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "val_tokens"), [(24, None), (40, 5000), (1000, None), (1000, 5000)]
+)
+def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(tmp_path, words, val_tokens):
     text = "word " * words
     (tmp_path / "corpus.txt").write_text(text)
     run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=val_tokens)
@@ -128,14 +141,15 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
     assert json.loads((tmp_path / "out" / "shards.json").read_text())["split"]["held_out"] == "cut"
 
 
-def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("")
-    with pytest.raises(DataError, match=r"corpus\.txt: no document contains text"):
+@pytest.mark.parametrize("text", ["", "a", "hello world"])
+def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path, text):
+    (tmp_path / "corpus.txt").write_text(text)
+    with pytest.raises(DataError, match=r"corpus\.txt: "):
         run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
     assert set(os.listdir(tmp_path)) == {"corpus.txt"}
 
 
-def test_the_default_validation_split_is_about_five_percent(tmp_path: Path) -> None:
+def test_the_default_validation_split_is_about_five_percent(tmp_path):
     text = "It is a truth universally acknowledged, that a single man must want a wife. " * 400
     (tmp_path / "corpus.txt").write_text(text)
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
@@ -144,7 +158,7 @@ def test_the_default_validation_split_is_about_five_percent(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("max_tokens", [100, 333, 700])
-def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path: Path, max_tokens: int) -> None:
+def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path, max_tokens):
     run_prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS), tmp_path / "out", max_tokens=max_tokens)
     train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
     assert sum(map(len, (*train, *val))) == max_tokens
@@ -154,19 +168,7 @@ def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path: Path, max_tokens:
     assert whole[-1][: len(cut)] == cut
 
 
-def test_shards_are_filled_to_shard_tokens(tmp_path: Path) -> None:
-    texts = [f"a b c d e f g h {letter}" for letter in "abcdefghijklmnopqrstuvw"]  # 10 tokens each
-    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
-    run_prepare(source, tmp_path / "out", shard_tokens=50, val_tokens=10)
-    assert_divided(tmp_path / "out", texts)
-    data = open_data(tmp_path / "out", vocab_size=50304)
-    *full, last = [shard.tokens for shard in data.splits["train"]]
-    assert set(full) == {50}
-    assert 50 <= last < 100
-    assert data.tokens("val") + data.tokens("train") == 230
-
-
-def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
+def test_equal_documents_are_never_on_both_sides(tmp_path):
     """Whatever the order of files, the groups and the number of copies."""
     texts = [f"{TEXTS[i % 40]} {i % 40}" for i in range(400)]
     held_out = []
@@ -183,7 +185,7 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
     assert held_out[0] == held_out[1] == held_out[2] == held_out[3]
 
 
-def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_path: Path) -> None:
+def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_path):
     texts = [f"{i} " + "word " * (40_000 if i % 10 == 3 else 100) for i in range(200)]
     result = run_prepare(
         write_jsonl(tmp_path / "c.jsonl", texts), tmp_path / "out", val_tokens=60_000
@@ -197,7 +199,7 @@ def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_pa
     assert f"{back:,} tokens of long val documents" in result_table(result)
 
 
-def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path: Path) -> None:
+def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path):
     code, web = ([f"{kind} {i} {TEXTS[i % 60]}" for i in range(300)] for kind in ("code", "web"))
     write_jsonl(tmp_path / "s" / "a.jsonl", code)
     write_jsonl(tmp_path / "s" / "b.jsonl", web)
@@ -213,7 +215,7 @@ def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path: Pat
         assert 0.2 < quarter.mean() < 0.8
 
 
-def test_everything_that_shards_json_says_is_true(prepared: Path) -> None:
+def test_everything_that_shards_json_says_is_true(prepared):
     manifest = json.loads((prepared / "shards.json").read_text())
     assert manifest["tokenizer"]["name"] == "gpt2"
     assert manifest["documents"] == len(TEXTS)
@@ -234,7 +236,7 @@ def test_everything_that_shards_json_says_is_true(prepared: Path) -> None:
     assert manifest["fingerprint"] == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path: Path) -> None:
+def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path):
     fingerprints = []
     for machine in ("here", "there"):
         source = write_jsonl(tmp_path / machine / "corpus.jsonl", TEXTS)
@@ -246,7 +248,7 @@ def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path: Path) 
     assert open_data(tmp_path / "other" / "out", vocab_size=50304).fingerprint != fingerprints[0]
 
 
-def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path: Path) -> None:
+def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     assert run_prepare(source, tmp_path / "out") is not None
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
@@ -254,12 +256,19 @@ def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path: Path) -> No
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-@pytest.mark.parametrize("change", ["another source", "another request", "foreign shards", "file"])
-def test_a_folder_that_holds_something_else_is_rejected_and_kept(
-    tmp_path: Path, change: str
-) -> None:
-    source, out = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out"
-    max_tokens = None
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("another source", " (another source)"),
+        ("other text of its name", " (another source)"),
+        ("another request", " (another max_tokens)"),
+        ("another column", " (another source)"),
+        ("foreign shards", ""),
+        ("file", ""),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_rejected_and_kept(tmp_path, change, said):
+    source, out, more = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out", {}
     if change == "file":
         out.write_text("mine")
     elif change == "foreign shards":
@@ -268,46 +277,45 @@ def test_a_folder_that_holds_something_else_is_rejected_and_kept(
         run_prepare(source, out)
     if change == "another source":
         source = write_jsonl(tmp_path / "second.jsonl", TEXTS)
+    if change == "other text of its name":
+        write_jsonl(source, ["something else"] * 90)
+    if change == "another column":
+        more = {"text_column": "id"}
     if change == "another request":
-        max_tokens = 500
+        more = {"max_tokens": 500}
     before = snapshot(tmp_path)
-    what = {"another source": " (another source)", "another request": " (another max_tokens)"}
-    line = f"out: holds something else already{what.get(change, '')}; choose another --out"
-    with pytest.raises(DataError, match=re.escape(line)):
-        run_prepare(source, out, max_tokens=max_tokens)
+    with pytest.raises(DataError, match=re.escape(f"out: holds something else already{said};")):
+        run_prepare(source, out, **more)
     assert snapshot(tmp_path) == before
 
 
-def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+def test_an_empty_folder_may_be_filled(tmp_path):
     (tmp_path / "out").mkdir()
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out")
     assert_divided(tmp_path / "out", TEXTS)
 
 
-GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-
 # Line 301 is behind the first batch that is encoded, so shards are being written when it is met.
-BAD_LINES = [
-    (b'{"text": oops}', "not JSON"),
-    (b'{"text": "cut', "not JSON"),
-    (b'{"txt": "another column"}', "no column 'text' .it has txt.; give another --text_column"),
-    (b'{"text": 5}', "column 'text' holds int, not text"),
-    (b'["text"]', "no column 'text' .it has list."),
-    (b'{"text": "caf\xe9"}', "not JSON .'utf-8' codec"),
-]
+BAD_LINES = {
+    "no JSON": b'{"text": oops}',
+    "cut": b'{"text": "cut',
+    "another column": b'{"txt": "another column"}',
+    "a number": b'{"text": 5}',
+    "a list": b'["text"]',
+    "Latin-1": b'{"text": "caf\xe9"}',
+}
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_half_written_is_left(
-    tmp_path: Path, line: bytes, message: str
-) -> None:
-    (tmp_path / "corpus.jsonl").write_bytes(GOOD_LINES * 5 + line + b"\n" + GOOD_LINES)
-    with pytest.raises(DataError, match=rf"corpus\.jsonl line 301: {message}"):
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_named_and_nothing_half_written_is_left(tmp_path, case, wording):
+    (tmp_path / "corpus.jsonl").write_bytes(GOOD_LINES * 5 + BAD_LINES[case] + b"\n" + GOOD_LINES)
+    with pytest.raises(DataError, match=r"corpus\.jsonl line 301: ") as caught:
         run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out", val_tokens=100)
+    wording(caught.value)
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
 
 
-def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("fine " * 1000)
     (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9")
@@ -316,52 +324,33 @@ def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_pat
     assert os.listdir(tmp_path) == ["texts"]
 
 
-def _parquet_without_column(path: Path) -> None:
-    pq.write_table(pa.table({"content": TEXTS, "id": range(len(TEXTS))}), path)
+BAD_PARQUET = {
+    "no column 'text'": {"content": TEXTS, "id": range(len(TEXTS))},
+    "int64": {"text": range(9)},
+    "Parquet": {"text": TEXTS},
+}
 
 
-def _parquet_of_numbers(path: Path) -> None:
-    pq.write_table(pa.table({"text": range(9)}), path)
-
-
-def _parquet_cut_short(path: Path) -> None:
-    pq.write_table(pa.table({"text": TEXTS}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (_parquet_without_column, "no column 'text'; it has content, id"),
-        (_parquet_of_numbers, "column 'text' holds int64, not text"),
-        (_parquet_cut_short, "not readable as Parquet"),
-    ],
-)
-def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
-    write(tmp_path / "corpus.parquet")
-    with pytest.raises(DataError, match=rf"corpus\.parquet.*: {message}"):
-        run_prepare(tmp_path / "corpus.parquet", tmp_path / "out")
+@pytest.mark.parametrize("says", BAD_PARQUET)
+def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(tmp_path, says):
+    path = tmp_path / "corpus.parquet"
+    pq.write_table(pa.table(BAD_PARQUET[says]), path)
+    if says == "Parquet":
+        path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=rf"corpus\.parquet.*: .*{says}"):
+        run_prepare(path, tmp_path / "out")
     assert os.listdir(tmp_path) == ["corpus.parquet"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere", "no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"),
-        ("empty", r"no \.jsonl, \.json, \.csv, \.txt, \.md, \.parquet, .* files in this folder"),
-        ("paper.pdf", r"unknown kind of file; supported: \.jsonl, \.json, "),
-    ],
-)
-def test_a_source_that_is_none_is_rejected(tmp_path: Path, name: str, message: str) -> None:
+@pytest.mark.parametrize("name", ["nowhere", "empty", "paper.pdf"])
+def test_a_source_that_is_none_is_rejected(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "paper.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=f"{name}: {message}"):
+    with pytest.raises(DataError, match=f"{name}: "):
         open_source(str(tmp_path / name), text_column="text")
 
 
-def test_sizes_that_cannot_work_are_rejected_all_in_one_message() -> None:
+def test_sizes_that_cannot_work_are_rejected_all_in_one_message():
     Sizes(shard_tokens=2, val_tokens=2, max_tokens=4).check()
     with pytest.raises(DataError) as rejection:
         Sizes(shard_tokens=1, val_tokens=1, max_tokens=3).check()
@@ -369,7 +358,7 @@ def test_sizes_that_cannot_work_are_rejected_all_in_one_message() -> None:
         assert name in str(rejection.value)
 
 
-def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time() -> None:
+def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time():
     first, again = (open_source("python-stdlib", text_column="text") for _ in range(2))
     assert first == again
     assert len(first.files) > 500
@@ -378,7 +367,7 @@ def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time() ->
 
 
 @pytest.mark.parametrize("shard_tokens", [7, 50, 333])
-def test_shards_are_filled_across_documents(tmp_path: Path, shard_tokens: int) -> None:
+def test_shards_are_filled_across_documents(tmp_path, shard_tokens):
     """All but the last hold shard_tokens; the last takes a remainder along that could hold no window."""
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     run_prepare(source, tmp_path / "out", shard_tokens=shard_tokens, val_tokens=100)
@@ -391,38 +380,8 @@ def test_shards_are_filled_across_documents(tmp_path: Path, shard_tokens: int) -
         assert len(sizes) == 1 or sizes[-1] >= shard_tokens
 
 
-@pytest.mark.parametrize("text", ["hello world", "a", "word " * 24])
-def test_a_tiny_corpus_gives_two_usable_splits_or_is_rejected(tmp_path: Path, text: str) -> None:
-    (tmp_path / "c.txt").write_text(text)
-    if text == "word " * 24:
-        run_prepare(tmp_path / "c.txt", tmp_path / "out")
-        data = open_data(tmp_path / "out", vocab_size=50304)
-        assert min(data.tokens("train"), data.tokens("val")) >= 2
-    else:
-        with pytest.raises(DataError, match="two splits need at least"):
-            run_prepare(tmp_path / "c.txt", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def test_other_text_under_the_same_name_is_not_taken_for_prepared(tmp_path: Path) -> None:
-    for folder, texts in (("a", TEXTS), ("b", ["something else"] * 90)):
-        write_jsonl(tmp_path / folder / "corpus.jsonl", texts)
-    run_prepare(tmp_path / "a" / "corpus.jsonl", tmp_path / "out")
-    assert run_prepare(tmp_path / "a" / "corpus.jsonl", tmp_path / "out") is None
-    with pytest.raises(DataError, match="something else"):
-        run_prepare(tmp_path / "b" / "corpus.jsonl", tmp_path / "out")
-
-
-def test_another_column_is_another_request(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps({"text": t, "other": t[::-1]}) + "\n" for t in TEXTS))
-    run_prepare(path, tmp_path / "out")
-    with pytest.raises(DataError, match="something else"):
-        run_prepare(path, tmp_path / "out", text_column="other")
-
-
 @pytest.mark.parametrize("trouble", ["dangling link", "deep json", "out below a file"])
-def test_an_odd_source_is_rejected(tmp_path: Path, trouble: str) -> None:
+def test_an_odd_source_is_rejected(tmp_path, trouble):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a.txt").write_text("word " * 500)
     out = tmp_path / "out"
@@ -438,9 +397,7 @@ def test_an_odd_source_is_rejected(tmp_path: Path, trouble: str) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out(tmp_path, monkeypatch):
     closed = tmp_path / "s" / "closed"
     closed.mkdir(parents=True)
     (closed / "b.txt").write_text("word " * 500)
@@ -457,7 +414,7 @@ def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out(
         open_source(str(tmp_path / "s"), text_column="text")
 
 
-def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: Path) -> None:
+def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path):
     disk, folder = tmp_path / "disk", tmp_path / "s"
     disk.mkdir()
     folder.mkdir()
@@ -473,7 +430,7 @@ def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: P
     assert_divided(tmp_path / "out", [TEXTS[1], TEXTS[2], TEXTS[0]])
 
 
-def test_data_go_where_a_link_points(tmp_path: Path) -> None:
+def test_data_go_where_a_link_points(tmp_path):
     (tmp_path / "a.txt").write_text("word " * 500)
     (tmp_path / "big disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "big disk")
@@ -482,35 +439,7 @@ def test_data_go_where_a_link_points(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_symlink()
 
 
-# -- kinds of files --------------------------------------------------------------------------------------------------
-
-
-def _as_csv(folder: Path) -> Path:
-    with open(folder / "corpus.csv", "w", encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictWriter(file, ["id", "text"])
-        rows.writeheader()
-        rows.writerows({"id": i, "text": text} for i, text in enumerate(TEXTS))
-    return folder / "corpus.csv"
-
-
-def _as_packed_lines(folder: Path) -> Path:
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-    (folder / "corpus").mkdir()
-    half = lines.index(b"\n", len(lines) // 2) + 1
-    (folder / "corpus" / "a.json.gz").write_bytes(gzip.compress(lines[:half]))
-    (folder / "corpus" / "b.jsonl.bz2").write_bytes(bz2.compress(lines[half:]))
-    return folder / "corpus"
-
-
-@pytest.mark.parametrize("write", [_as_csv, _as_packed_lines])
-def test_files_of_other_kinds_hold_the_same_documents(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
-    run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
-    assert_divided(tmp_path / "out", TEXTS)
-
-
-def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path: Path) -> None:
+def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path):
     (tmp_path / "corpus").mkdir()
     texts = ["one\r\ntwo\rthree\n" * 9, "four\r\n" * 9]
     (tmp_path / "corpus" / "a.txt").write_bytes(b"\xef\xbb\xbf" + texts[0].encode())
@@ -521,7 +450,7 @@ def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path: Path
     assert_divided(tmp_path / "out", [*texts, *TEXTS[:6]])
 
 
-def test_files_that_are_not_read_are_counted_by_kind(tmp_path: Path) -> None:
+def test_files_that_are_not_read_are_counted_by_kind(tmp_path):
     corpus = _as_folder_of_text(tmp_path)
     for name in ("a.pdf", "b.pdf", "c.tar.gz"):
         (corpus / name).write_text("of another kind")
@@ -532,7 +461,7 @@ def test_files_that_are_not_read_are_counted_by_kind(tmp_path: Path) -> None:
     assert {"2 .pdf", "1 .tar.gz", "1 without suffix"} == set(warning.split(": ")[1].split(", "))
 
 
-def test_packed_text_is_held_out_by_its_real_size(tmp_path: Path) -> None:
+def test_packed_text_is_held_out_by_its_real_size(tmp_path):
     """The default split is 5 % of the text, not of the bytes that a compression left."""
     lines = "".join(json.dumps({"text": f"{i} " + "again and " * 300}) + "\n" for i in range(400))
     (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +23,7 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(600)]
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path: Path) -> None:
+def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number, text in enumerate(MANY[:200]):
@@ -36,7 +32,7 @@ def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path: Path
     assert open_source(str(folder), text_column="text").text_bytes() == size
 
 
-def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path: Path) -> None:
+def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path):
     texts = ["word " * 300_000 for _ in range(4)]
     path = write_jsonl(tmp_path / "corpus.jsonl", texts)
     estimate = open_source(str(path), text_column="text").text_bytes()
@@ -46,7 +42,7 @@ def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path: Path
 @pytest.mark.parametrize(
     ("count", "tokens", "wanted"), [(10, 100_000, 50_000), (60, 150_000, 450_000)]
 )
-def test_few_long_documents_lose_little_of_their_text(count: int, tokens: int, wanted: int) -> None:
+def test_few_long_documents_lose_little_of_their_text(count, tokens, wanted):
     total = count * tokens
     rule = rule_by_documents(wanted, [(key, tokens) for key in range(count)], total)
     assert rule is not None
@@ -55,11 +51,11 @@ def test_few_long_documents_lose_little_of_their_text(count: int, tokens: int, w
     assert rule.cap == wanted // 12
 
 
-def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left() -> None:
+def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left():
     assert rule_by_documents(100, [(1, 700), (2, 300)], 1000) is None
 
 
-def test_copies_of_a_held_out_document_share_one_cap() -> None:
+def test_copies_of_a_held_out_document_share_one_cap():
     divider = Divider(SplitRule(threshold=KEYS, cap=1024), budget=None)
     copies = encode_chunks([TextChunk("copied " * 150, begins=True)] * 20, GPT2)
     others = encode_chunks([TextChunk("another " * 150, begins=True)], GPT2)
@@ -68,26 +64,21 @@ def test_copies_of_a_held_out_document_share_one_cap() -> None:
     assert divider.held_back == 2 * len(copies.ids) - 1024
 
 
-def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path: Path) -> None:
+def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(MANY))
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=321)
     assert result is not None
     assert result.total("tokens", "val") == 321
 
 
-# -- groups ------------------------------------------------------------------------------------------------------
-
-
-def test_a_small_file_beside_a_large_one_has_no_group_of_its_own() -> None:
+def test_a_small_file_beside_a_large_one_has_no_group_of_its_own():
     files = [File(name, size, name, "text") for name, size in (("a", 2_000), ("b", 5 * 10**9))]
     for order in (files, files[::-1]):
         groups = deal(order, group_bytes=10**9, shuffle=False)
         assert [len(group.shares) for group in groups] == [2]
 
 
-def test_groups_with_little_text_have_no_shards_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_with_little_text_have_no_shards_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "SMALLEST_LAST_SHARD", 300)
     folder = tmp_path / "corpus"
     write_jsonl(folder / "a.jsonl", MANY[:200])
@@ -104,7 +95,7 @@ def test_groups_with_little_text_have_no_shards_of_their_own(
     assert snapshot(tmp_path / "merged") == snapshot(tmp_path / "one")
 
 
-def test_parts_divided_by_other_rules_do_not_merge(tmp_path: Path) -> None:
+def test_parts_divided_by_other_rules_do_not_merge(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
     sizes = {"group_bytes": 6_000, "val_tokens": 700}
     parts = [tmp_path / "p1", tmp_path / "p2"]
@@ -118,9 +109,7 @@ def test_parts_divided_by_other_rules_do_not_merge(tmp_path: Path) -> None:
         merge(tmp_path / "out", parts)
 
 
-def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(tmp_path, monkeypatch):
     folder = tmp_path / "corpus"
     for name in "abc":
         write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in MANY[:100]])
@@ -140,10 +129,7 @@ def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
 
 
-# -- records -----------------------------------------------------------------------------------------------------
-
-
-def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path: Path) -> None:
+def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     rows = [f"{i},text number {i}".encode() for i in range(3000)]
     rows[2900] = b"2900,caf\xe9"
     (tmp_path / "corpus.csv").write_bytes(b"id,text\n" + b"\n".join(rows) + b"\n")
@@ -155,7 +141,7 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path: Path) -> None:
     assert result.total("documents") == 2999
 
 
-def test_two_workers_may_finish_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_may_finish_one_group(tmp_path, monkeypatch):
     """On a cluster a task that was taken for dead may still be running."""
     source = open_source(str(write_jsonl(tmp_path / "c.jsonl", MANY)), text_column="text")
     (task,) = plan_preparation(source, Sizes(val_tokens=700), tokenizer=GPT2).tasks

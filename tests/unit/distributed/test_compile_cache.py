@@ -9,20 +9,20 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import launch
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.distributed import compilation
+from tiny import flags_of, write_items, write_shards
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch leaves it
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-def test_the_cache_lies_in_the_users_own_apart_by_processor(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_lies_in_the_users_own_apart_by_processor(home, monkeypatch):
     compilation.use_cache_folder()
     first = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert first.parent == home / ".cache" / "gpt2lab" / "compiled"
@@ -34,37 +34,60 @@ def test_the_cache_lies_in_the_users_own_apart_by_processor(
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parents[2] == home / "xdg"
 
 
-def test_a_place_of_the_users_choice_is_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_of_the_users_choice_is_kept(home, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     compilation.use_cache_folder()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     assert not (home / ".cache").exists()
 
 
-def test_a_home_that_cannot_be_written_to_is_no_error(home: Path) -> None:
+def test_a_home_that_cannot_be_written_to_is_no_error(home):
     (home / ".cache").write_text("a file in the way")
     compilation.use_cache_folder()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing_anew(home: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     """In the place that is ours, although torch has named another by the time that we look."""
-    for name in ("first", "second"):
-        done = launch.train(
-            [
-                *("--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16"),
-                *("--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2"),
-                *("--max_steps=2", "--val_tokens=320", "--sample_freq=0", "--device=cpu"),
-                *("--dtype=fp32", "--compile=on", f"--data_dir={tiny_data}"),
-                *(f"--checkpoint_dir={tmp_path}", f"--run_name={name}"),
-            ]
-        )
+    shape = ("--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--max_steps=2", "--compile=on")
+    runs = [tiny_run(*shape, "--sample_freq=0") for _ in range(2)]
+    for run in runs:
+        done = launch.train(run.flags)
         assert done.returncode == 0, done.stderr
-        assert "graphs from the cache" in done.stdout
-    [first], [second] = (launch.events(tmp_path / n, "compile") for n in ("first", "second"))
+    [first], [second] = (run.events("compile") for run in runs)
     assert first["graphs"] == second["graphs"] == 2
     assert (first["from_cache"], second["from_cache"]) == (0, 2)
     assert first["compile_seconds"] > 0
     assert Path(first["folder"]).parents[2] == home / ".cache"
-    assert launch.losses(tmp_path / "first") == launch.losses(tmp_path / "second")
+    assert runs[0].bits() == runs[1].bits()
+
+
+WORKER = launch.WORKERS / "count_compiles.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "layers", "evaluation"),
+    [(1, 1, "eager"), (2, 1, "compiled"), (2, REGIONS_FROM_LAYERS, "eager")],
+)
+def test_the_step_is_compiled_once(world, layers, evaluation, tmp_path):
+    """So is a compiled evaluation: before the first step, for one shape, though its last batch is not full.
+
+    A deep model's step is three graphs: embeddings, the block, and the loss.
+    """
+    write_shards(tmp_path / "data", train=(2000,), val=(650,))
+    write_items(tmp_path / "items.jsonl", 5)
+    flags = [
+        *flags_of(tmp_path, "run", f"--n_layer={layers}", "--max_steps=6", "--compile=on"),
+        *("--sample_freq=2", "--sample_tokens=4"),
+    ]
+    extra = {"COMPILE_EVALUATION": "1"} if evaluation == "compiled" else {}
+    done = launch.train_in_forks(flags, world=world, program=WORKER, **extra)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    for kind in ("eval", "hellaswag", "sample"):
+        assert {event["step"] for event in launch.events(run, kind)} >= {2, 4, 6}
+    counts = [line for line in done.stdout.splitlines() if line.startswith("graphs")]
+    graphs = (3 if layers >= REGIONS_FROM_LAYERS else 1) + (evaluation == "compiled")
+    assert counts == [f"graphs after step 1: {graphs}, at the end: {graphs}"] * world

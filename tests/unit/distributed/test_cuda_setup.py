@@ -29,7 +29,7 @@ SET = ("CUBLAS_WORKSPACE_CONFIG",)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch) -> Iterator[None]:
     """Have torch say that there is one GPU, and put its switches back afterwards."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *SET):
         monkeypatch.setenv(name, "")  # so that what a test leaves there is taken away
@@ -50,7 +50,7 @@ def use(**system: object) -> torch.device:
     return runtime.device
 
 
-def test_fp32_stays_fp32_where_a_container_says_tf32(gpu: None) -> None:
+def test_fp32_stays_fp32_where_a_container_says_tf32(gpu):
     torch.set_float32_matmul_precision(
         "high"
     )  # as torch is where TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
@@ -60,13 +60,13 @@ def test_fp32_stays_fp32_where_a_container_says_tf32(gpu: None) -> None:
     warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication", stacklevel=1)
 
 
-def test_deterministic_mode_is_set_before_anything_reads_it(gpu: None) -> None:
+def test_deterministic_mode_is_set_before_anything_reads_it(gpu):
     use(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_compiler_gets_what_the_run_needs(deterministic: bool) -> None:
+def test_the_compiler_gets_what_the_run_needs(deterministic):
     """As attributes: the environment is read when torch's compiler is imported, which is before a run is known."""
     model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=16))
     before = torch.get_deterministic_debug_mode()
@@ -90,18 +90,16 @@ def test_the_compiler_gets_what_the_run_needs(deterministic: bool) -> None:
         ("fp32", "bf16", "cuda", "fp32"),
     ],
 )
-def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(
-    wanted: Any, dtype: Any, device: str, found: str
-) -> None:
+def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(wanted, dtype, device, found):
     assert resolve_residual_dtype(wanted, dtype, torch.device(device)) == found
 
 
-def test_a_bf16_residual_stream_beside_fp32_products_is_rejected() -> None:
+def test_a_bf16_residual_stream_beside_fp32_products_is_rejected():
     with pytest.raises(ConfigError, match="residual_dtype bf16 needs --dtype bf16"):
         resolve_residual_dtype("bf16", "fp32", torch.device("cpu"))
 
 
-def test_gathering_in_bf16_beside_fp32_products_is_rejected() -> None:
+def test_gathering_in_bf16_beside_fp32_products_is_rejected():
     system = SystemConfig(dtype="fp32", parallel="fsdp", fsdp_param_dtype="bf16")
     with pytest.raises(ConfigError, match="use --dtype bf16, or --fsdp_param_dtype fp32"):
         check_fsdp_param_dtype(system)
@@ -110,9 +108,7 @@ def test_gathering_in_bf16_beside_fp32_products_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])
-def test_cublas_buffers_of_the_users_own_are_taken_or_rejected(
-    buffers: str, taken: bool, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cublas_buffers_of_the_users_own_are_taken_or_rejected(buffers, taken, gpu, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", buffers)
     if taken:
         use(deterministic=True)
@@ -122,7 +118,7 @@ def test_cublas_buffers_of_the_users_own_are_taken_or_rejected(
             use(deterministic=True)
 
 
-def test_more_processes_than_gpus_are_rejected(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_rejected(gpu, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ConfigError, match="local rank 1 has no GPU: this machine has 1"):
         use()
@@ -133,12 +129,8 @@ def test_more_processes_than_gpus_are_rejected(gpu: None, monkeypatch: pytest.Mo
     [(None, (9, 0), "no Triton"), (object(), (6, 1), "older than Triton supports")],
 )
 def test_a_gpu_that_cannot_compile_trains_all_the_same(
-    triton: object,
-    capability: tuple[int, int],
-    reason: str,
-    gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    triton, capability, reason, gpu, monkeypatch
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda", 0)
@@ -154,9 +146,7 @@ def test_a_gpu_that_cannot_compile_trains_all_the_same(
     assert resolve_compile(SystemConfig(), device=cuda, max_steps=1) == (True, None)
 
 
-def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(
-    gpu: None, tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags, monkeypatch):
     asked: list[tuple[Any, ...]] = []
 
     def choose(wanted: str, model: object, **how: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, OptimCon
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.lab.replay import open_replay
-from gpt2lab.lab.spike import contributions
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.training.recipe import PRETRAINING
 from gpt2lab.training.train_step import train_step
-from tiny import parse, pretrain
+from tiny import flags_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,7 +78,7 @@ def _count(layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict
     return dict(counters["stats"])
 
 
-def test_blocks_of_a_deep_model_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_deep_model_are_traced_once(monkeypatch):
     """No graph or operator more with more layers, in later steps, or for the evaluations between."""
     few, many = (_count(REGIONS_FROM_LAYERS + more, monkeypatch) for more in (0, 3))
     assert few["unique_graphs"] == 3  # embeddings, the block, the loss
@@ -90,13 +86,13 @@ def test_blocks_of_a_deep_model_are_traced_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block", "selective"])
-def test_other_blocks_are_traced_once_too(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_blocks_are_traced_once_too(recompute, monkeypatch):
     modern = {"norm": "rmsnorm", "positions": "rotary", "qk_norm": "rmsnorm"}
     counted = _count(REGIONS_FROM_LAYERS, monkeypatch, recompute=recompute, **modern)
     assert counted["unique_graphs"] == 3
 
 
-def test_a_deep_compiled_model_learns_as_an_uncompiled_one() -> None:
+def test_a_deep_compiled_model_learns_as_an_uncompiled_one():
     """Up to rounding; its parameters keep their names."""
     torch._dynamo.reset()
     expected, plain = _steps(REGIONS_FROM_LAYERS, compile="off")
@@ -106,39 +102,18 @@ def test_a_deep_compiled_model_learns_as_an_uncompiled_one() -> None:
         assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def _flags(tiny_data: Path, tmp_path: Path) -> list[str]:
-    return [
-        *(f"--n_layer={REGIONS_FROM_LAYERS}", "--n_head=2", "--n_embd=16", "--context_length=16"),
-        *("--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4"),
-        *("--val_tokens=320", "--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=2"),
-        *("--device=cpu", "--dtype=fp32", "--compile=on", f"--data_dir={tiny_data}"),
-        *("--run_name=run", f"--checkpoint_dir={tmp_path}"),
-    ]
+DEEP = {"n_layer": REGIONS_FROM_LAYERS, "n_embd": 16, "total_batch_size": 64, "max_steps": 4}
+DEEP |= {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 2, "compile": "on"}
 
 
-def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step is traced, for its micro-batch; a row alone would be traced as another shape."""
-    _only_trace(monkeypatch)
-    pretrain(parse([*_flags(tiny_data, tmp_path), "--stop_after_steps=3"]))
-    traced = counters["stats"]["unique_graphs"]
-    replay = open_replay(tmp_path / "run", PRETRAINING, first=3, last=3)
-    parts = contributions(replay)
-    replay.close()
-    logged = launch.steps(tmp_path / "run")[3]
-    assert sum(part.projection for part in parts) == pytest.approx(logged["grad_norm"], rel=1e-4)
-    assert counters["stats"]["unique_graphs"] == traced == 3
-
-
-def test_a_deep_compiled_run_resumes_bit_identically(tiny_data: Path, tmp_path: Path) -> None:
-    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
-    done = launch.train(flags)
+def test_a_deep_compiled_run_resumes_bit_identically(tiny_run):
+    run = tiny_run()
+    run.flags += flags_for(**DEEP)
+    done = launch.train(run.flags)
     assert done.returncode == 0, done.stderr
-    [compiled] = launch.events(run, "compile")
+    [compiled] = run.events("compile")
     assert compiled["graphs"] == 6  # three, forward and backward
-    losses, weights = launch.losses(run), launch.parameter_hash(run, 4)
-    done = launch.train([*flags, "--resume=2"])
+    bits = run.bits()
+    done = launch.train([*run.flags, "--resume=2"])
     assert done.returncode == 0, done.stderr
-    assert launch.losses(run) == losses
-    assert launch.parameter_hash(run, 4) == weights
+    assert run.bits() == bits

@@ -76,7 +76,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_operators_of_an_update_do_not_grow_with_the_weights(one_rank: Runtime) -> None:
+def test_the_operators_of_an_update_do_not_grow_with_the_weights(one_rank):
     found = []
     for layers in (2, 6):
         here = Sharded(one_rank, layers)
@@ -93,7 +93,7 @@ def test_the_operators_of_an_update_do_not_grow_with_the_weights(one_rank: Runti
     assert found[0].total() <= 16 * buckets
 
 
-def test_an_update_is_adamws_also_where_ddp_makes_other_buckets(one_rank: Runtime) -> None:
+def test_an_update_is_adamws_also_where_ddp_makes_other_buckets(one_rank):
     here = Sharded(one_rank, 1)
     for _ in range(3):
         here.optimizer.step()
@@ -102,7 +102,7 @@ def test_an_update_is_adamws_also_where_ddp_makes_other_buckets(one_rank: Runtim
         here.backward()
 
 
-def test_an_update_that_the_device_refuses_changes_nothing(one_rank: Runtime) -> None:
+def test_an_update_that_the_device_refuses_changes_nothing(one_rank):
     """`found_inf` is torch's own way to skip an update without waiting for the device."""
     here = Sharded(one_rank, 1)
     here.optimizer.step()
@@ -121,7 +121,7 @@ def test_an_update_that_the_device_refuses_changes_nothing(one_rank: Runtime) ->
     here.assert_as_plain()
 
 
-def test_a_loaded_state_goes_on_as_the_one_that_was_saved(one_rank: Runtime) -> None:
+def test_a_loaded_state_goes_on_as_the_one_that_was_saved(one_rank):
     here, other = Sharded(one_rank, 1), Sharded(one_rank, 1)
     here.optimizer.step()
     for _ in range(3):

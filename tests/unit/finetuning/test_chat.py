@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from conversations import CONTEXT, finetune, flags_of, write_model
+from conversations import CONTEXT, Echo, finetune, flags_of, write_model
 from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.chat import Chat
-from gpt2lab.finetuning.rows import Rows, build_rows, last_exchanges
+from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_exchanges
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -25,7 +24,7 @@ PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with an untuned model `hf` and the run `tuned`, which knows four answers by heart."""
     folder = tmp_path_factory.mktemp("chat")
     write_model(folder / "hf")
@@ -47,24 +46,7 @@ def talk(folder: Path, target: str, text: str, *flags: str) -> Done:
     return call("chat", target, "--checkpoint_dir=runs", *flags, folder=folder, stdin=text)
 
 
-class Echo:
-    """Answers with the number of tokens that it was given."""
-
-    context_length = CONTEXT
-    tokenizer = GPT2
-    style = SamplingParams(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int | None]] = []
-
-    def stream(
-        self, ids: list[int], *, number: int, place: int, at_most: int | None
-    ) -> Iterator[str]:
-        self.asked.append((ids, at_most))
-        yield from (" ", str(len(ids)), "\n")
-
-
-def test_what_was_said_is_the_context_until_it_no_longer_fits() -> None:
+def test_what_was_said_is_the_context_until_it_no_longer_fits():
     echo = Echo()
     chat = Chat(echo)  # type: ignore[arg-type]
     said: list[Turn] = []
@@ -84,7 +66,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits() -> None:
     assert echo.asked[-1] == echo.asked[0]
 
 
-def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected() -> None:
+def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected():
     echo = Echo()
     chat = Chat(echo)  # type: ignore[arg-type]
     "".join(chat.ask("word " * 45))
@@ -96,7 +78,7 @@ def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected() -> None
     assert chat.turns == turns
 
 
-def test_the_command_answers_a_pipe_and_obeys(folder: Path) -> None:
+def test_the_command_answers_a_pipe_and_obeys(folder):
     text = "Hi\n\n/what\nBye\n/reset\nName?\n/quit\nHi\n"
     done = talk(folder, "tuned", text, "--temperature=0", "--max_new_tokens=8")
     assert done.returncode == 0, done.stderr
@@ -108,7 +90,7 @@ def test_the_command_answers_a_pipe_and_obeys(folder: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "Hello there\n")
 
 
-def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folder: Path) -> None:
+def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folder):
     done = talk(folder, "hf", f"{'word ' * 70}\nHi\n", "--max_new_tokens=2")
     assert done.returncode == 0
     assert "warning: hf was not fine-tuned on conversations" in done.stderr
@@ -116,7 +98,7 @@ def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folde
     assert len(done.stdout) > 1
 
 
-def test_wrong_settings_are_one_line(folder: Path) -> None:
+def test_wrong_settings_are_one_line(folder):
     for flag, message in (
         ("--temperature=-1", "temperature -1.0 must be 0, or at least 1e-5"),
         ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
@@ -125,7 +107,7 @@ def test_wrong_settings_are_one_line(folder: Path) -> None:
         assert ask("chat", "tuned", flag, folder=folder) == (2, f"error: {message}")
 
 
-def test_an_export_keeps_the_template(folder: Path) -> None:
+def test_an_export_keeps_the_template(folder):
     """Transformers' apply_chat_template gives the ids that the model was trained on, and our chat knows the export."""
     out = folder / "export"
     ask("export_hf.py", "tuned", f"--out={out}", "--json", folder=folder)
@@ -140,11 +122,7 @@ def test_an_export_keeps_the_template(folder: Path) -> None:
         assert list(ids) == encode(turns[:count], GPT2)[0]
 
 
-# -- answers, compared with those held out ---------------------------------------------------------------------------
-
-
-def test_the_last_exchange_of_a_row_is_found_again() -> None:
-    from gpt2lab.finetuning.rows import EncodedConversation
+def test_the_last_exchange_of_a_row_is_found_again():
 
     spoken = [
         [Turn("user", "Hi"), Turn("assistant", "Yo")],
@@ -166,7 +144,7 @@ def test_the_last_exchange_of_a_row_is_found_again() -> None:
             assert [*prompt, *answer] == encode(turns, GPT2)[0][:-1]
 
 
-def test_answers_are_compared_where_asked(folder: Path) -> None:
+def test_answers_are_compared_where_asked(folder):
     plain = ask("evaluate.py", "tuned", "--json", folder=folder)
     assert plain["generate"] is None
     wrong = ask("evaluate.py", "hf", "--eval_generate", folder=folder)
@@ -182,7 +160,7 @@ def test_answers_are_compared_where_asked(folder: Path) -> None:
     assert 0 <= scored["generate"]["rouge_l"] <= 1
 
 
-def test_without_the_library_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_it_says_so(folder, monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
@@ -194,7 +172,7 @@ def test_without_the_library_it_says_so(folder: Path, monkeypatch: pytest.Monkey
     assert 'pip install "rouge-score>=0.1.2"' in line
 
 
-def test_a_completer_stops_where_it_is_told(folder: Path) -> None:
+def test_a_completer_stops_where_it_is_told(folder):
     completer = Completer(
         "tuned",
         checkpoint_dir=folder / "runs",

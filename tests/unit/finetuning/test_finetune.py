@@ -27,12 +27,11 @@ from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.chat_template import Turn, encode
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with a model and pairs; treat as read-only."""
     folder = tmp_path_factory.mktemp("finetune")
     write_model(folder / "hf")
@@ -41,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> GPT:
+def model(folder) -> GPT:
     return load_weights(find_target(str(folder / "hf"), folder))
 
 
@@ -58,23 +57,7 @@ def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, t
     return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-# -- template and rows -----------------------------------------------------------------------------------------------
-
-
-def test_only_answers_and_their_ends_are_targets() -> None:
-    turns = [Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yo <|endoftext|>")]
-    ids, is_answer = encode([*turns, Turn("user", "More"), Turn("assistant", "No")], GPT2)
-    text = gpt2_encoding().decode(ids)
-    assert text == (
-        "<|endoftext|>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nYo <|endoftext|><|endoftext|>"
-        "### Instruction:\nMore\n\n### Response:\nNo<|endoftext|>"
-    )
-    answers = gpt2_encoding().decode([i for i, a in zip(ids, is_answer, strict=True) if a])
-    assert answers == "Yo <|endoftext|><|endoftext|>No<|endoftext|>"
-    assert ids.count(END_OF_TEXT) == 3  # what a text says of <|endoftext|> is text
-
-
-def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder: Path) -> None:
+def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder):
     packed, padded = rows_of(folder, "on"), rows_of(folder, "off")
     for split in ("train", "val"):
         texts = []
@@ -87,7 +70,7 @@ def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder: Pat
     assert len(padded["train"]) + len(padded["val"]) == 24
 
 
-def test_a_row_never_starts_a_target_that_its_input_cannot_explain(folder: Path) -> None:
+def test_a_row_never_starts_a_target_that_its_input_cannot_explain(folder):
     """The first id of a conversation, and all padding, is never a target."""
     rows = rows_of(folder, "on")["train"]
     after_end = (rows.ids[:, 1:] == END_OF_TEXT) & (rows.ids[:, :-1] == END_OF_TEXT)
@@ -96,7 +79,7 @@ def test_a_row_never_starts_a_target_that_its_input_cannot_explain(folder: Path)
     assert (rows.owner[:, 0] == NO_OWNER).all()
 
 
-def test_packed_conversations_do_not_see_each_other(folder: Path, model: GPT) -> None:
+def test_packed_conversations_do_not_see_each_other(folder, model):
     """Each token's loss in a packed row is that of its conversation in a row of its own, and only so."""
     packed, padded = rows_of(folder, "on")["train"], rows_of(folder, "off")["train"]
 
@@ -119,9 +102,7 @@ def test_packed_conversations_do_not_see_each_other(folder: Path, model: GPT) ->
     assert any((seen[n] - alone[n]).abs().max() > 1e-3 for n in alone), "the test sees nothing"
 
 
-def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
-    folder: Path, model: GPT
-) -> None:
+def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(folder, model):
     packed, padded = rows_of(folder, "on")["train"], rows_of(folder, "off")["train"]
     loss, gradient = loss_and_gradient(model, padded)
     for rows, pieces in ((packed, 1), (packed, len(packed)), (padded, 7)):
@@ -131,9 +112,7 @@ def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])
-def test_recomputing_activations_changes_no_bit(
-    lora_r: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputing_activations_changes_no_bit(lora_r, folder, monkeypatch):
     """With adapters the first block has no input that needs a gradient, and is computed again all the same."""
     calls, forward = 0, Block.forward
 
@@ -160,9 +139,7 @@ def test_recomputing_activations_changes_no_bit(
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
-def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
-    folder: Path, packing: str
-) -> None:
+def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(folder, packing):
     rows = rows_of(folder, packing)["train"]
     order = order_of(rows)
     even = len(rows) // 2 * 2
@@ -192,7 +169,7 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
     assert order.epoch_of(len(rows)) == 1
 
 
-def test_what_is_held_out_depends_on_texts_alone() -> None:
+def test_what_is_held_out_depends_on_texts_alone():
     digests = [f"{n:03d}" for n in range(50)]
     chosen = choose_held_out(digests, 0.1)
     shuffled = random.Random(0).sample(digests, 50)
@@ -201,7 +178,7 @@ def test_what_is_held_out_depends_on_texts_alone() -> None:
     assert len(choose_held_out(digests[:3], 0.01)) == 1
 
 
-def test_the_demo_conversations_are_usable() -> None:
+def test_the_demo_conversations_are_usable():
     conversations = read_conversations("demo")
     assert len(conversations) >= 60
     assert len({one.turns for one in conversations}) == len(conversations)
@@ -211,7 +188,7 @@ def test_the_demo_conversations_are_usable() -> None:
     assert not data.warnings
 
 
-def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_path: Path) -> None:
+def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_path):
     short = [
         [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}!"}]
         for n in range(20)
@@ -229,9 +206,7 @@ def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_pa
     assert not warnings(short)
 
 
-def test_equal_records_from_the_hub_are_read_like_a_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_records_from_the_hub_are_read_like_a_file(folder, monkeypatch):
     import datasets
 
     lines = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
@@ -249,45 +224,32 @@ def test_equal_records_from_the_hub_are_read_like_a_file(
             read_conversations("hf:org/none")
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
-
 GOOD = json.dumps({"instruction": "Hi", "output": "Hello"})
 LINES = {
-    "no JSON": ("{'a': 1}", "not JSON"),
-    "not UTF-8": ("\udcff", "not JSON"),
-    "a list": ("[1, 2]", "list, not an object"),
-    "other keys": (
-        '{"question": "Hi", "answer": "Yo"}',
-        'it has the keys question, answer; needed are "mess',
-    ),
-    "a number": ('{"instruction": 7, "output": "Yo"}', '"instruction" is int, not text'),
-    "no content": ('{"messages": [{"role": "user"}]}', '"content" is NoneType, not text'),
-    "no list": ('{"messages": "Hi"}', '"messages" is not a list'),
-    "wrong role": (
-        '{"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}',
-        "role 'human' where 'user' is expected",
-    ),
-    "unanswered": ('{"messages": [{"role": "user", "content": "Hi"}]}', "last message must be the"),
+    "no JSON": "{'a': 1}",
+    "not UTF-8": "\udcff",
+    "a list": "[1, 2]",
+    "other keys": '{"question": "Hi", "answer": "Yo"}',
+    "a number": '{"instruction": 7, "output": "Yo"}',
+    "no content": '{"messages": [{"role": "user"}]}',
+    "no list": '{"messages": "Hi"}',
+    "wrong role": '{"messages": [{"role": "human", "content": "Hi"}]}',
+    "unanswered": '{"messages": [{"role": "user", "content": "Hi"}]}',
 }
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_broken_line_is_named_with_its_place(name: str, folder: Path, tmp_path: Path) -> None:
-    line, part = LINES[name]
+def test_a_broken_line_is_named_with_its_place(name, folder, tmp_path, wording):
     path = tmp_path / "pairs.jsonl"
-    content = "\n".join([GOOD, "", line, line, GOOD])
+    content = "\n".join([GOOD, "", LINES[name], LINES[name], GOOD])
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"^{path}:3: .*1 more") as caught:
         finetune([*flags_of(folder, tmp_path / "runs", "r"), f"--instructions={path}"])
-    message = str(caught.value)
-    assert message.startswith(f"{path}:3: ")
-    assert part in message
-    assert message.endswith("(and 1 more like it); correct the record or remove it")
-    assert "\n" not in message
+    wording(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+def test_a_file_of_windows_is_read(tmp_path):
     (tmp_path / "plain.jsonl").write_text(f"{GOOD}\n")
     (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n".encode())
     plain, windows = (
@@ -297,7 +259,7 @@ def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     assert plain == windows
 
 
-def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> None:
+def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path):
     path = tmp_path / "pairs.jsonl"
     lines = [
         *({"instruction": f"Say {n}", "output": f"{n}"} for n in range(4)),

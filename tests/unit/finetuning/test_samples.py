@@ -30,7 +30,7 @@ from gpt2lab.training import evaluator
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("samples")
     write_model(folder / "hf")
     write_pairs(folder / "pairs.jsonl")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampled(folder: Path) -> tuple[str, list[list[int]]]:
+def sampled(folder) -> tuple[str, list[list[int]]]:
     """Return what a user says in the training rows, and the prompts that a run with it sampled from."""
     question = read_conversations(str(folder / "pairs.jsonl"))[0].turns[0].text
     seen: list[list[int]] = []
@@ -55,9 +55,7 @@ def sampled(folder: Path) -> tuple[str, list[list[int]]]:
     return question, seen
 
 
-def test_the_samples_logits_are_those_of_trainings_rendering(
-    folder: Path, sampled: tuple[str, list[list[int]]]
-) -> None:
+def test_the_samples_logits_are_those_of_trainings_rendering(folder, sampled):
     _, seen = sampled
     model = load_weights(find_target("tuned", folder / "runs")).eval()
     assert len(seen) == 2
@@ -79,16 +77,14 @@ def test_the_samples_logits_are_those_of_trainings_rendering(
     assert compared > 0
 
 
-def test_the_sample_is_shown_as_the_template(
-    folder: Path, sampled: tuple[str, list[list[int]]]
-) -> None:
+def test_the_sample_is_shown_as_the_template(folder, sampled):
     question, _ = sampled
     for event in launch.events(folder / "runs" / "tuned", "sample"):
         assert event["text"].startswith(as_prompt(question))
 
 
 @pytest.mark.parametrize("tokenizer", [GPT2, BYTES])
-def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer: Any) -> None:
+def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer):
     alone = encode([Turn("user", "Who?")], tokenizer)[0]
     for typed in ("Who?", " Who? ", as_prompt("Who?"), f"<|endoftext|>{as_prompt('Who?')}"):
         assert prompt_ids(typed, tokenizer) == alone
@@ -105,7 +101,7 @@ def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer: Any) -> No
     assert said.count(tokenizer.end_of_text) == 1
 
 
-def test_a_tuned_models_prompt_may_hold_the_control_token(folder: Path, sampled: Any) -> None:
+def test_a_tuned_models_prompt_may_hold_the_control_token(folder, sampled):
     from gpt2lab.evaluation.completion import Completer, SamplingParams
 
     style = SamplingParams(max_new_tokens=2)
@@ -118,7 +114,7 @@ def test_a_tuned_models_prompt_may_hold_the_control_token(folder: Path, sampled:
         assert (ids == encode([Turn("user", "Who?")], GPT2)[0]) == bool(count)
 
 
-def test_a_tokenizer_of_few_characters_cannot_write_the_template() -> None:
+def test_a_tokenizer_of_few_characters_cannot_write_the_template():
     assert can_be_written(GPT2)
     assert not can_be_written(CharactersTokenizer("abc\n"))
     assert encode_typed("ab", CharactersTokenizer("abc\n")) == [0, 1]

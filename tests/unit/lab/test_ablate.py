@@ -217,7 +217,7 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
-    monkeypatch.setattr("gpt2lab.training.trainer.train_step", _raise)
+    monkeypatch.setattr("gpt2lab.training.steps.train_step", _raise)
     with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
         run_all(runs)
     assert started == ["a_seed1"]

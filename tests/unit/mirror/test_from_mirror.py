@@ -16,12 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import store
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
-from gpt2lab.mirror.resume import (
-    _is_left_behind,
-    fetch_on_this_machine,
-    open_uploader,
-    wait_limit,
-)
+from gpt2lab.mirror.resume import _is_left_behind, fetch_on_this_machine, open_uploader, wait_limit
 from gpt2lab.mirror.storage import Copy, connect
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
@@ -35,13 +30,13 @@ IN_STEP = "mirror: newest copy is step 6, newest checkpoint is step 6"
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Path:
+def bucket(tmp_path) -> Path:
     (tmp_path / "bucket").mkdir()
     return tmp_path / "bucket"
 
 
 @pytest.fixture
-def mirrored(tiny_data: Path, tmp_path: Path, bucket: Path) -> Run:
+def mirrored(tiny_data, tmp_path, bucket) -> Run:
     """Return a run that has stopped after step 4 of 6, and is copied."""
     run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
     run.train("--stop_after_steps=4")
@@ -54,14 +49,8 @@ def elsewhere(tiny_data: Path, tmp_path: Path, bucket: Path) -> Run:
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 def test_a_new_machine_goes_on_with_the_same_bits(
-    resume: str,
-    mirrored: Run,
-    run: Run,
-    tiny_data: Path,
-    tmp_path: Path,
-    bucket: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    resume, mirrored, run, tiny_data, tmp_path, bucket, capsys
+):
     run.train(*COMMON)
     there = elsewhere(tiny_data, tmp_path, bucket)
     there.train(f"--resume={resume}")
@@ -77,9 +66,7 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     assert overview.status_table(overview.read_runs(there.path.parent)).endswith(IN_STEP)
 
 
-def test_a_clock_that_goes_back_hides_no_step(
-    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_goes_back_hides_no_step(tiny_data, tmp_path, bucket, monkeypatch):
     readings = itertools.count(2e9, -3600)
     clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)
     monkeypatch.setattr(store, "time", clock)
@@ -108,23 +95,16 @@ def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 5)], True),
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 10)], False),
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("rewind", 1, 5)], True),
-        (
-            [("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)],
-            False,
-        ),
+        ([("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)], False),
         ([("begin", 1, 0)], False),  # killed before the event of the checkpoint, or another machine
     ],
 )
-def test_a_copy_is_left_behind_by_the_order_of_the_log(
-    events: list[tuple[str, int, int]], is_behind: bool
-) -> None:
+def test_a_copy_is_left_behind_by_the_order_of_the_log(events, is_behind):
     copy = Copy("step_00000010-12345678", {"step": 10, "attempt": 1, "created": 1e9})
     assert _is_left_behind(copy, log_of(*events)) is is_behind
 
 
-def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
-    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
-) -> None:
+def test_a_damaged_newest_copy_is_passed_over_with_a_warning(mirrored, tiny_data, tmp_path, bucket):
     mirrored.train("--resume=latest", "--stop_after_steps=5")
     (folder,) = bucket.glob("tiny/step_00000005-*")
     (folder / "optim.safetensors").write_bytes(b"junk")
@@ -135,8 +115,8 @@ def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
 
 
 def test_copies_of_which_none_is_sound_are_never_begun_afresh(
-    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
-) -> None:
+    mirrored, tiny_data, tmp_path, bucket
+):
     for path in bucket.glob("tiny/step_*/state.json"):
         path.write_bytes(b"{}")
     there = elsewhere(tiny_data, tmp_path, bucket)
@@ -146,7 +126,7 @@ def test_copies_of_which_none_is_sound_are_never_begun_afresh(
     assert not list(there.path.glob("step_*"))
 
 
-def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored: Run) -> None:
+def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
     for path in mirrored.path.glob("step_*/state.json"):
         path.write_bytes(b"{}")
     mirrored.train("--resume=latest")
@@ -155,8 +135,8 @@ def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored: Run) ->
 
 
 def test_another_run_of_the_name_is_rejected_before_anything_is_written(
-    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
-) -> None:
+    mirrored, tiny_data, tmp_path, bucket
+):
     before = {path: path.stat().st_mtime_ns for path in bucket.rglob("*")}
     there = elsewhere(tiny_data, tmp_path, bucket)
     rejection = there.rejected()
@@ -171,9 +151,7 @@ def test_another_run_of_the_name_is_rejected_before_anything_is_written(
     assert {path: path.stat().st_mtime_ns for path in bucket.rglob("*")} == before
 
 
-def test_a_complete_run_brings_its_mirror_up_to_date(
-    mirrored: Run, bucket: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_brings_its_mirror_up_to_date(mirrored, bucket, capsys):
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
     assert not list(bucket.glob("tiny/step_00000006-*"))
     mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
@@ -189,12 +167,8 @@ def test_a_complete_run_brings_its_mirror_up_to_date(
 
 @pytest.mark.parametrize("problem", ["locked", "unwritable"])
 def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
-    problem: str,
-    mirrored: Run,
-    bucket: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    problem, mirrored, bucket, capsys, monkeypatch
+):
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
     holder = RunFolder(mirrored.path) if problem == "locked" else None
 
@@ -213,8 +187,8 @@ def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
 
 
 def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
-    mirrored: Run, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mirrored, bucket, monkeypatch
+):
     limits: list[float] = []
 
     def note(signals: Any, deadlines: Any, *, most: float, has_failed: bool) -> Any:
@@ -228,9 +202,7 @@ def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
     assert limits == [60.0]
 
 
-def test_a_folder_lost_after_it_was_checked_stops_no_run(
-    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_lost_after_it_was_checked_stops_no_run(tiny_data, tmp_path, bucket, monkeypatch):
     def lose(*args: Any) -> Any:
         bucket.rmdir()
         return open_uploader(*args)
@@ -243,9 +215,7 @@ def test_a_folder_lost_after_it_was_checked_stops_no_run(
     assert not bucket.exists()
 
 
-def test_an_error_of_the_mirror_hides_no_earlier_one(
-    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_mirror_hides_no_earlier_one(tiny_data, tmp_path, bucket, monkeypatch):
     def fail_to_report(*args: Any) -> None:
         raise SaveError("metrics.jsonl cannot be written")
 
@@ -262,9 +232,7 @@ def test_an_error_of_the_mirror_hides_no_earlier_one(
     assert closed
 
 
-def test_a_rescue_whose_event_cannot_be_written_has_worked(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rescue_whose_event_cannot_be_written_has_worked(tiny_data, tmp_path, monkeypatch):
     def fail_to_report(*args: Any) -> None:
         raise SaveError("metrics.jsonl cannot be written")
 
@@ -279,9 +247,7 @@ def test_a_rescue_whose_event_cannot_be_written_has_worked(
     assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
 
 
-def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
-    mirrored: Run, bucket: Path
-) -> None:
+def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(mirrored, bucket):
     for path in mirrored.path.glob("step_*"):
         shutil.rmtree(path)
     before = sorted(bucket.rglob("*"))
@@ -296,9 +262,7 @@ class Broken(MemoryFileSystem):
         raise PermissionError("Access Denied")
 
 
-def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(tiny_data, tmp_path):
     fsspec.register_implementation("broken", Broken, clobber=True)
     run = Run(tiny_data, tmp_path / "here", *COMMON, "--checkpoint_mirror=broken://bucket")
     rejection = run.rejected("--resume=auto")
@@ -318,9 +282,7 @@ def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(
         assert any(said in message for message in messages)
 
 
-def test_another_machine_of_the_run_fetches_what_rank_zero_chose(
-    mirrored: Run, tmp_path: Path, bucket: Path
-) -> None:
+def test_another_machine_of_the_run_fetches_what_rank_zero_chose(mirrored, tmp_path, bucket):
     chosen = mirrored.checkpoints()[4]
     run_dir = tmp_path / "node1" / "tiny"
     chosen_there = SimpleNamespace(path=run_dir / chosen.path.name, manifest=chosen.manifest)
@@ -349,13 +311,8 @@ def test_another_machine_of_the_run_fetches_what_rank_zero_chose(
     ],
 )
 def test_the_end_waits_no_longer_than_it_has(
-    level: int,
-    seconds_ago: float,
-    deadline: float | None,
-    has_failed: bool,
-    waits: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    level, seconds_ago, deadline, has_failed, waits, monkeypatch
+):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     now = time.monotonic()
     signals: Any = SimpleNamespace(level=level, asked_at=now - seconds_ago)

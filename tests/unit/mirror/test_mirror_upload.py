@@ -21,7 +21,7 @@ from mirrors import WAIT, commit, new_run, steps
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path) -> Path:
     return new_run(tmp_path / "runs" / "run")
 
 
@@ -76,8 +76,8 @@ class Following:
     [OSError(errno.ENOSPC, "No space left"), PermissionError("Access Denied"), ValueError("odd")],
 )
 def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save(
-    error: Exception, troubled: type[Troubled], run_dir: Path
-) -> None:
+    error, troubled, run_dir
+):
     def fail(path: str) -> None:
         raise error
 
@@ -99,9 +99,7 @@ def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save
     assert len(follow.warnings) == 1
 
 
-def test_a_slow_store_is_skipped_to_the_newest_and_labels_follow(
-    troubled: type[Troubled], run_dir: Path
-) -> None:
+def test_a_slow_store_is_skipped_to_the_newest_and_labels_follow(troubled, run_dir):
     reached, free = threading.Event(), threading.Event()
 
     def wait(path: str) -> None:
@@ -129,9 +127,7 @@ def test_a_slow_store_is_skipped_to_the_newest_and_labels_follow(
     assert follow.warnings == []
 
 
-def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(
-    troubled: type[Troubled], run_dir: Path
-) -> None:
+def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(troubled, run_dir):
     reached, free = threading.Event(), threading.Event()
 
     def hang(path: str) -> None:
@@ -157,7 +153,7 @@ def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(
     assert steps(follow.mirror) == [2], "the thread that was given up completes nothing"
 
 
-def test_the_end_waits_as_long_as_it_may(troubled: type[Troubled], run_dir: Path) -> None:
+def test_the_end_waits_as_long_as_it_may(troubled, run_dir):
     free, asked = threading.Event(), []
     troubled.trouble = staticmethod(lambda path: free.wait(WAIT) and None)
     follow = Following(run_dir)
@@ -178,9 +174,7 @@ def test_the_end_waits_as_long_as_it_may(troubled: type[Troubled], run_dir: Path
     assert steps(again.mirror) == [1]
 
 
-def test_the_last_copy_is_tried_once_more_at_the_end(
-    troubled: type[Troubled], run_dir: Path
-) -> None:
+def test_the_last_copy_is_tried_once_more_at_the_end(troubled, run_dir):
     def fail(path: str) -> None:
         raise OSError("gone for a moment")
 
@@ -194,9 +188,7 @@ def test_the_last_copy_is_tried_once_more_at_the_end(
     assert steps(follow.mirror) == [1]
 
 
-def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(
-    troubled: type[Troubled], run_dir: Path
-) -> None:
+def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(troubled, run_dir):
     """As written by a version that took the time from the clock, which somebody put back."""
     uploads: list[str] = []
 
@@ -216,9 +208,7 @@ def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(
 
 
 @pytest.mark.parametrize("what", ["moved", "replaced", "unreadable"])
-def test_copies_stay_when_the_labels_cannot_be_known(
-    what: str, troubled: type[Troubled], run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_stay_when_the_labels_cannot_be_known(what, troubled, run_dir, monkeypatch):
     def change(path: str) -> None:
         if "step_00000003" not in path or not path.endswith("manifest.json"):
             return
@@ -247,8 +237,8 @@ def test_copies_stay_when_the_labels_cannot_be_known(
 
 
 def test_a_folder_that_is_missing_at_first_is_a_warning_and_is_used_with_a_later_save(
-    run_dir: Path, tmp_path: Path
-) -> None:
+    run_dir, tmp_path
+):
     bucket = tmp_path / "mounted later"
     mirror = connect(f"file://{bucket}", "run", must_exist=False)
     follow = Following(run_dir, mirror)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpt2lab.config.schema import AttentionBackend, ModelConfig
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
 from gpt2lab.model import gpt as model_module
@@ -31,21 +31,16 @@ def bf16() -> torch.autocast:
 
 
 @pytest.fixture
-def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def undone(monkeypatch) -> Iterator[None]:
     """Take back what a choice sets for the rest of a process."""
-    with (
-        contextlib.ExitStack() as stack,
-        torch.compiler.config.patch(cache_key_tag="mine"),
-    ):
+    with contextlib.ExitStack() as stack, torch.compiler.config.patch(cache_key_tag="mine"):
         monkeypatch.setattr(attention_backend, "_for_good", stack)
         yield
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_the_kernel_that_runs_is_read_off_forward_and_backward(
-    positions: str, masked: bool
-) -> None:
+def test_the_kernel_that_runs_is_read_off_forward_and_backward(positions, masked):
     model = build(positions=positions, qk_norm="rmsnorm")
     for autocast in (contextlib.nullcontext, bf16):
         found = backend_that_runs(model, micro_batch=2, masked=masked, autocast=autocast)
@@ -56,7 +51,7 @@ def test_the_kernel_that_runs_is_read_off_forward_and_backward(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_backward_pass_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_of_another_kind_is_noticed(monkeypatch):
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: object) -> torch.Tensor:
         y = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
         return y + q
@@ -67,23 +62,19 @@ def test_a_backward_pass_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("wanted", ["auto", "flash"])
-def test_a_choice_that_runs_is_returned_and_keeps_compiled_steps_apart(
-    wanted: AttentionBackend, undone: None
-) -> None:
+def test_a_choice_that_runs_is_returned_and_keeps_compiled_steps_apart(wanted, undone):
     assert choose(wanted, build(), micro_batch=2, masked=False, autocast=bf16) == "flash"
     assert torch.compiler.config.cache_key_tag == "mine attention flash"
 
 
-def test_a_kernel_that_does_not_run_is_rejected(undone: None) -> None:
+def test_a_kernel_that_does_not_run_is_rejected(undone):
     with pytest.raises(ConfigError) as rejection:
         choose("cudnn", build(), micro_batch=2, masked=False, autocast=bf16)
     assert "attention cudnn: cannot do B 2, H 2, T 16, D 16" in str(rejection.value)
     assert "torch runs flash; use --attention flash or auto" in str(rejection.value)
 
 
-def test_attention_that_fails_is_rejected_in_one_line(
-    undone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_fails_is_rejected_in_one_line(undone, monkeypatch):
     def fail(*unused: object) -> torch.Tensor:
         raise RuntimeError("No available kernel. Aborting execution.\nand more")
 
@@ -96,9 +87,7 @@ def test_attention_that_fails_is_rejected_in_one_line(
     assert "\n" not in str(rejection.value)
 
 
-def test_the_order_is_set_after_torch_has_set_its_own(
-    undone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_is_set_after_torch_has_set_its_own(undone, monkeypatch):
     """Before its first call on a GPU torch puts its order in place, over one that was set already: played here."""
     calls: list[None] = []
 

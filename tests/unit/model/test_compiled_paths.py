@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from gpt2lab.distributed import runtime
 from gpt2lab.model import gpt
 from gpt2lab.model.gpt import build_model
 from gpt2lab.model.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
+from tiny import flags_for
 
 
 def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -26,7 +26,7 @@ def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("T", [1, 7, 64])
-def test_attention_by_matmul_is_causal_attention(T: int) -> None:
+def test_attention_by_matmul_is_causal_attention(T):
     """Values and all three gradients, in fp32, where the two differ by rounding alone."""
     q, k, v = _qkv(T, torch.float32)
     gradient = torch.randn(2, 3, T, 16, generator=torch.Generator().manual_seed(0))
@@ -40,9 +40,7 @@ def test_attention_by_matmul_is_causal_attention(T: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypatch):
     """All else goes through torch's own attention, bit by bit where nothing is compiled."""
     taken: list[int] = []
     real = gpt.causal_by_matmul
@@ -66,16 +64,9 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "is_frozen"),
-    [
-        pytest.param(torch.float32, False, marks=pytest.mark.slow),
-        (torch.bfloat16, True),
-        pytest.param(torch.float32, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_frozen: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen):
     """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
     generator = torch.Generator().manual_seed(3)
     hidden = (5 * torch.randn(2, 9, 16, generator=generator)).requires_grad_()
@@ -105,9 +96,7 @@ def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_froze
         )
 
 
-def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(monkeypatch):
     """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
     model = build_model(
         ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=10),
@@ -130,7 +119,7 @@ def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
     assert model(ids, targets).isnan()
 
 
-def test_fast_fp32_products_are_fp32() -> None:
+def test_fast_fp32_products_are_fp32():
     try:
         taken = runtime.use_fast_fp32_matmul()
         assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
@@ -141,7 +130,7 @@ def test_fast_fp32_products_are_fp32() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch):
     """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
     real = torch.Tensor.__matmul__
 
@@ -158,7 +147,7 @@ def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
+def test_fast_paths_follow_the_plain_fp32_loss(tiny_run, tmp_path):
     """Thirty steps from equal weights and data: as a long run computes by default, and in fp32, beside plain fp32."""
     tokens = token_stream.text_tokens(150_000, vocab_size=50304)
     token_stream.write_formats(tokens, tmp_path / "data")
@@ -166,19 +155,15 @@ def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
     kinds = {"plain": ["--dtype=fp32", "--compile=off"], "fp32": ["--dtype=fp32", "--compile=on"]}
     if runtime.native_bf16(torch.device("cpu")):
         kinds["default"] = ["--compile=on"]
+    shape = ("--n_embd=64", "--context_length=128", "--vocab_size=50304", "--val_tokens=128")
+    length = {"mini_batch_size": 4, "total_batch_size": 512, "max_steps": 30, "warmup_steps": 10}
+    quiet = {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0}
     for name, flags in kinds.items():
-        done = launch.train(
-            [
-                *("--n_layer=2", "--n_head=2", "--n_embd=64", "--context_length=128"),
-                *("--mini_batch_size=4", "--total_batch_size=512", "--max_steps=30"),
-                *("--max_lr=6e-4", "--warmup_steps=10", "--val_tokens=128", "--device=cpu"),
-                *("--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=0", *flags),
-                *(f"--data_dir={tmp_path / 'data' / 'shards'}", f"--checkpoint_dir={tmp_path}"),
-                f"--run_name={name}",
-            ]
-        )
+        run = tiny_run(*shape, *flags_for(**length, **quiet), data=tmp_path / "data" / "shards")
+        words = [flag for flag in run.flags if not flag.startswith(("--dtype", "--compile"))]
+        done = launch.train([*words, *flags])
         assert done.returncode == 0, done.stderr
-        losses[name] = [event["loss"] for event in launch.events(tmp_path / name, "step")]
+        losses[name] = [event["loss"] for event in run.events("step")]
     assert len(losses["plain"]) == 30
 
     def distance(name: str) -> float:

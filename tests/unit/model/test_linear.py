@@ -21,14 +21,14 @@ def gradients(form: object, dtype: torch.dtype, *, trains_weight: bool) -> list[
 
 
 @pytest.mark.parametrize("trains_weight", [True, False])
-def test_gradients_are_those_of_torch(trains_weight: bool) -> None:
+def test_gradients_are_those_of_torch(trains_weight):
     ours = gradients(SumsBiasByRow.apply, torch.float32, trains_weight=trains_weight)
     plain = gradients(F.linear, torch.float32, trains_weight=trains_weight)
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_under_autocast_gradients_have_the_dtypes_of_what_they_are_of() -> None:
+def test_under_autocast_gradients_have_the_dtypes_of_what_they_are_of():
     with torch.autocast("cpu", torch.bfloat16):
         y, *ours = gradients(SumsBiasByRow.apply, torch.float32, trains_weight=True)
         _, *plain = gradients(F.linear, torch.float32, trains_weight=True)
@@ -38,7 +38,7 @@ def test_under_autocast_gradients_have_the_dtypes_of_what_they_are_of() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.1)
 
 
-def test_uncompiled_it_is_torchs_own_layer() -> None:
+def test_uncompiled_it_is_torchs_own_layer():
     """To the bit, and in the graph that autograd records."""
     layer, x = Linear(8, 24), torch.randn(3, 64, 8)
     y = layer(x)

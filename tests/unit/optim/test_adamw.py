@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import launch
-from gpt2lab.config.schema import OptimConfig
+from gpt2lab.config.schema import Config, OptimConfig
+from gpt2lab.config.settings import find_problems, override
+from gpt2lab.errors import ConfigError
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
-from tiny import flags_of, write_items, write_shards
+from tiny import flags_of, parse, write_items, write_shards
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 
@@ -31,7 +30,7 @@ def steps_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_steps_and_state_are_those_of_torch(fused: bool) -> None:
+def test_steps_and_state_are_those_of_torch(fused):
     torch.manual_seed(1)
     ours = nn.Sequential(nn.Linear(19, 23), nn.LayerNorm(23), nn.Linear(23, 5))
     theirs = copy.deepcopy(ours)
@@ -53,7 +52,7 @@ def test_steps_and_state_are_those_of_torch(fused: bool) -> None:
         assert all(torch.equal(mine_of[key], theirs_of[key]) for key in mine_of)
 
 
-def test_an_update_that_is_found_infinite_leaves_weights_and_steps() -> None:
+def test_an_update_that_is_found_infinite_leaves_weights_and_steps():
     model = nn.Linear(4, 3)
     (optimizer,) = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
     steps_of(optimizer, model)
@@ -66,7 +65,7 @@ def test_an_update_that_is_found_infinite_leaves_weights_and_steps() -> None:
     assert [state["step"].item() for state in optimizer.state.values()] == steps
 
 
-def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path: Path) -> None:
+def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path):
     """These modules take longer to import than the rest of a start."""
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     write_items(tmp_path / "items.jsonl", 4)
@@ -83,13 +82,33 @@ for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate
         assert not end.code, end.code
 print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=launch.REPOSITORY,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    done = launch.python("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_betas_reach_the_optimizer():
+    def betas(config: OptimConfig) -> list[tuple[float, float]]:
+        model = torch.nn.Linear(2, 2)
+        (optimizer,) = build_optimizers(model, config, device=torch.device("cpu"))
+        return [group["betas"] for group in optimizer.param_groups]
+
+    assert betas(OptimConfig()) == [(0.9, 0.95)] * 2  # Brown et al. 2020, appendix B
+    assert betas(parse(["--beta1=0.8", "--beta2=0.99"]).config.optim) == [(0.8, 0.99)] * 2
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_a_beta_of_one_never_forgets(name):
+    assert find_problems(override(Config(), {name: 1.0})) == [f"{name} 1.0 must be below 1"]
+    assert find_problems(override(Config(), {name: 0.0})) == []
+
+
+def test_another_beta_on_a_resume_is_asked_for(run):
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    error = run.rejected("--resume=latest", "--beta2=0.99")
+    assert isinstance(error, ConfigError)
+    assert "beta2 0.95 -> 0.99" in str(error)
+    run.train("--resume=latest", "--beta2=0.95", "--max_steps=4")
+    kept = run.losses()[4]
+    run.train("--resume=2", "--beta2=0.5", "--allow_change=beta2")
+    assert run.losses()[4] != kept, "the fourth loss follows from the third update"

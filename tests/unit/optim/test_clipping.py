@@ -22,7 +22,7 @@ def _with_gradients(*gradients: torch.Tensor) -> nn.Module:
     return module
 
 
-def test_the_norm_of_a_dense_embedding_is_right_where_fp32_is_not() -> None:
+def test_the_norm_of_a_dense_embedding_is_right_where_fp32_is_not():
     gradient = torch.full((50304, 768), 1e-3)
     exact = math.sqrt((gradient[0, 0].double().item() ** 2) * gradient.numel())
     found = clip_grad_norm(_with_gradients(gradient), 1e9).item()
@@ -32,14 +32,14 @@ def test_the_norm_of_a_dense_embedding_is_right_where_fp32_is_not() -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
-def test_rows_that_are_sharded_give_the_same_norm(shards: int) -> None:
+def test_rows_that_are_sharded_give_the_same_norm(shards):
     gradient = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1))
     whole = sum_of_squares([gradient]).item()
     parts = sum(sum_of_squares([rows]).item() for rows in gradient.chunk(shards))
     assert parts == pytest.approx(whole, rel=1e-14)
 
 
-def test_gradients_are_scaled_to_the_bound_or_left_as_they_are() -> None:
+def test_gradients_are_scaled_to_the_bound_or_left_as_they_are():
     matrix, vector = torch.full((3, 4), 2.0), torch.full((4,), 1.0)  # norm sqrt(48 + 4)
     module = _with_gradients(matrix, vector)
     assert clip_grad_norm(module, 100.0).item() == pytest.approx(math.sqrt(52))
@@ -56,7 +56,7 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_gpu_is_given_no_more_calls_for_more_gradients() -> None:
+def test_a_gpu_is_given_no_more_calls_for_more_gradients():
     """Each is a kernel that the CPU starts between backward and update."""
     found = []
     for count in (10, 148):

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
-import launch
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
 from gpt2lab.config.settings import find_problems, override
-from gpt2lab.errors import ConfigError
-from gpt2lab.lab.replay import open_replay
 from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim import muon
 from gpt2lab.optim.muon import Muon, orthogonalize
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
-from gpt2lab.training.recipe import PRETRAINING
-from tiny import parse, pretrain
+from tiny import flags_for
+from whole_run import Run
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16, "vocab_size": 256}
@@ -34,7 +30,7 @@ def matrices(shapes: list[tuple[int, int]], seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_three_steps_equal_those_of_torch(precision, monkeypatch) -> None:
+def test_three_steps_equal_those_of_torch(precision, monkeypatch):
     """Theirs computes in bf16 always. Ours too: equal up to the order of sums; ours in fp32: up to bf16's rounding."""
     shapes = [(8, 8), (8, 8), (32, 8), (8, 32), (8, 8)]
     ours = [nn.Parameter(value) for value in matrices(shapes, 1)]
@@ -60,7 +56,7 @@ def test_three_steps_equal_those_of_torch(precision, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 48)])
-def test_singular_values_come_near_one_and_directions_stay(shape) -> None:
+def test_singular_values_come_near_one_and_directions_stay(shape):
     batch = torch.stack(matrices([shape] * 3, seed=2)).double()
     found = orthogonalize(batch)
     left, _, right = torch.linalg.svd(batch, full_matrices=False)
@@ -71,7 +67,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape) -> None:
     assert values.max() < 1.3
 
 
-def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
+def test_matrices_in_one_parameter_are_each_made_orthogonal():
     whole = nn.Parameter(torch.zeros(24, 8))
     parts = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
     whole.grad = torch.cat(gradients := matrices([(8, 8)] * 3, 4))
@@ -82,7 +78,7 @@ def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
     assert torch.equal(whole.detach(), torch.cat([part.detach() for part in parts]))
 
 
-def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm() -> None:
+def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm():
     """Against the formula written out for one parameter after the other, its average corrected for its begin."""
     shapes = [(8, 8), (24, 8), (32, 8), (8, 32)]
     parameters = [nn.Parameter(value) for value in matrices(shapes, 1)]
@@ -112,7 +108,7 @@ def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm() 
     assert torch.equal(parameters[2].detach()[5], matrices(shapes, 1)[2][5])
 
 
-def test_normuon_without_any_gradient_moves_nothing() -> None:
+def test_normuon_without_any_gradient_moves_nothing():
     parameter = nn.Parameter(torch.ones(4, 8))
     parameter.grad = torch.zeros(4, 8)
     Muon([{"params": [parameter]}], lr=0.1, even_rows=True).step()
@@ -141,9 +137,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("even_rows", [False, True])
-def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(
-    even_rows: bool,
-) -> None:
+def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(even_rows):
     here, plain = Weights(even_rows=even_rows), Weights(even_rows=even_rows)
     for number in (1, 2, 3):
         gradients = matrices(here.shapes, number)
@@ -159,7 +153,7 @@ def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_reje
             assert here.bits() == plain.bits()
 
 
-def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
+def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)
     adamw, own = build_optimizers(model, config, device=CPU)
@@ -176,7 +170,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
     assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
 
 
-def test_a_rate_that_is_none_and_one_that_cannot_work() -> None:
+def test_a_rate_that_is_none_and_one_that_cannot_work():
     model = build_model(ModelConfig(**SHAPE), seed=1, device=CPU)
     _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
     assert {group["lr_scale"] for group in own.param_groups} == {1.0}
@@ -184,53 +178,38 @@ def test_a_rate_that_is_none_and_one_that_cannot_work() -> None:
     assert problem == "muon_lr 0.0 must be above 0"
 
 
-# -- as users run it ---------------------------------------------------------------------------------------------
-
-
-def _flags(data: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *(f"--{name}={value}" for name, value in SHAPE.items()),
-        *("--total_batch_size=128", "--mini_batch_size=2", "--val_tokens=320", "--eval_freq=0"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--checkpoint_freq=1"),
-        *("--optimizer=muon", "--muon_lr=0.01", "--lr_schedule=wsd", "--max_steps=12"),
-        *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
-    ]
+HOW = {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd", "max_steps": 12}
+HOW |= {"eval_freq": 0, "checkpoint_freq": 1}
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was never stopped; treat as read-only."""
-    folder = tmp_path_factory.mktemp("muon")
-    pretrain(parse(_flags(tiny_data, folder)))
-    return folder / "run"
+def straight(tiny_run) -> Run:
+    """Return a run that was never stopped; treat as read-only."""
+    return tiny_run(**HOW)
 
 
-def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_path: Path) -> None:
-    flags = _flags(tiny_data, tmp_path)
-    assert launch.train_in_forks(flags, FAULT="step:kill9@8").returncode != 0
-    pretrain(parse([*flags, "--resume=latest"]))
-    [event] = launch.events(tmp_path / "run", "resume")
+@pytest.fixture
+def run(tiny_run) -> Run:
+    return tiny_run(*flags_for(**HOW))
+
+
+def test_kill_and_resume_is_bit_identical(straight, run):
+    run.killed("step:kill9@8")
+    run.train("--resume=latest")
+    [event] = run.events("resume")
     assert (event["from_step"], event["level"]) == (7, "bit-identical")
-    assert launch.losses(tmp_path / "run") == launch.losses(straight)
-    assert launch.parameter_hash(tmp_path / "run", 12) == launch.parameter_hash(straight, 12)
+    assert run.bits() == straight.bits()
 
 
 @pytest.mark.slow
-def test_two_processes_learn_the_same_and_one_goes_on(
-    straight: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
-    done = launch.train_in_forks([*flags, "--stop_after_steps=6"], world=2)
-    assert done.returncode == 0, done.stderr
-    pretrain(parse([*flags, "--resume=latest"]))
-    ours, theirs = launch.steps(run), launch.steps(straight)
-    for step, event in theirs.items():
-        assert ours[step]["batch_hash"] == event["batch_hash"]
-        assert ours[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+def test_two_processes_learn_the_same_and_one_goes_on(straight, run):
+    run.train("--stop_after_steps=6", world=2)
+    run.train("--resume=latest")
+    run.assert_same_curve(straight, 12)
 
 
-def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path) -> None:
-    path = straight / "step_00000012" / "optim.safetensors"
+def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight):
+    path = straight.path / "step_00000012" / "optim.safetensors"
     tensors = safetensors.torch.load_file(path)
     keys: dict[str, set[str]] = {}
     for full_name in tensors:
@@ -247,24 +226,16 @@ def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path
     assert checkpoint_bytes(plain) - total == 4 * 12 * 2 * 32**2
 
 
-def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(
-    straight: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
-    pretrain(parse([*flags, "--stop_after_steps=6"]))
-    other = [*flags, "--optimizer=adamw", "--resume=latest"]
-    with pytest.raises(ConfigError, match="optimizer muon -> adamw"):
-        pretrain(parse(other))
-    with pytest.raises(ConfigError, match=r"give the rate for adamw, too: --max_lr RATE --allow_"):
-        pretrain(parse([*other, "--allow_change=optimizer"]))
-    pretrain(parse([*other, "--allow_change=optimizer", "--max_lr=6e-4"]))
-    again = open_replay(run, PRETRAINING, first=7, last=7)
-    again.take_until(7)
-    assert (again.from_step, again.departure) == (6, None)
-    again.close()
-    losses = launch.steps(run)
-    assert losses[7]["loss"] == launch.steps(straight)[7]["loss"], "the same weights go on"
-    assert losses[8]["loss"] != launch.steps(straight)[8]["loss"]
-    assert math.isfinite(losses[12]["loss"])
-    tensors = safetensors.torch.load_file(run / "step_00000012" / "optim.safetensors")
+def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(straight, run):
+    run.train("--stop_after_steps=6")
+    other = ("--optimizer=adamw", "--resume=latest", "--stop_after_steps=12")
+    assert "optimizer muon -> adamw" in str(run.rejected(*other))
+    other += ("--allow_change=optimizer",)
+    assert "--max_lr" in str(run.rejected(*other)), "whose rate is not that of Muon"
+    run.train(*other, "--max_lr=6e-4")
+    losses, before = run.losses(), straight.losses()
+    assert losses[7] == before[7], "the same weights go on"
+    assert losses[8] != before[8]
+    assert math.isfinite(losses[12])
+    tensors = safetensors.torch.load_file(run.path / "step_00000012" / "optim.safetensors")
     assert tensors["blocks.0.attn.c_attn.weight/step"].item() == 6

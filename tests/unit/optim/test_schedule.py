@@ -30,29 +30,23 @@ def line(n: int, start: int, last: int) -> float:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_warm_up_is_a_line_from_zero_that_reaches_the_peak_at_its_last_step(schedule) -> None:
+def test_warm_up_is_a_line_from_zero_that_reaches_the_peak_at_its_last_step(schedule):
     for n in range(1, 11):
         assert lr_at(n, optim(schedule), max_steps=100) == pytest.approx(MAX * n / 10, rel=1e-12)
     assert lr_at(10, optim(schedule), max_steps=100) == MAX
 
 
-def test_cosine_between_warm_up_and_the_end() -> None:
+@pytest.mark.parametrize(("schedule", "formula"), [("cosine", cosine), ("linear", line)])
+def test_between_warm_up_and_the_end(schedule, formula):
     for n in range(10, 101):
-        expected = cosine(n, 10, 100)
-        assert lr_at(n, optim("cosine"), max_steps=100) == pytest.approx(expected, rel=1e-9)
-    middle = lr_at(55, optim("cosine"), max_steps=100)
+        expected = formula(n, 10, 100)
+        assert lr_at(n, optim(schedule), max_steps=100) == pytest.approx(expected, rel=1e-9)
+    middle = lr_at(55, optim(schedule), max_steps=100)
     assert middle == pytest.approx((MAX + MIN) / 2, rel=1e-9)
-    assert lr_at(100, optim("cosine"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
+    assert lr_at(100, optim(schedule), max_steps=100) == pytest.approx(MIN, rel=1e-9)
 
 
-def test_linear_between_warm_up_and_the_end() -> None:
-    for n in range(10, 101):
-        expected = line(n, 10, 100)
-        assert lr_at(n, optim("linear"), max_steps=100) == pytest.approx(expected, rel=1e-9)
-    assert lr_at(100, optim("linear"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
-
-
-def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part() -> None:
+def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part():
     for n in range(10, 76):
         assert lr_at(n, optim("wsd", wsd_decay=0.25), max_steps=100) == MAX
     for n in range(75, 101):
@@ -63,27 +57,27 @@ def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part() -> Non
     assert lr_at(100, optim("wsd", wsd_decay=0.25), max_steps=100) == pytest.approx(MIN, rel=1e-9)
 
 
-def test_wsd_decay_never_begins_inside_the_warm_up() -> None:
+def test_wsd_decay_never_begins_inside_the_warm_up():
     settings_ = optim("wsd", warmup=60, wsd_decay=0.9)
     assert lr_at(30, settings_, max_steps=100) == pytest.approx(MAX / 2, rel=1e-12)
     assert lr_at(60, settings_, max_steps=100) == MAX
     assert lr_at(80, settings_, max_steps=100) == pytest.approx(line(80, 60, 100), rel=1e-9)
 
 
-def test_without_warm_up_the_decay_counts_from_step_zero() -> None:
+def test_without_warm_up_the_decay_counts_from_step_zero():
     for n in (1, 7, 50, 100):
         without = optim("cosine", warmup=0)
         assert lr_at(n, without, max_steps=100) == pytest.approx(cosine(n, 0, 100), rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_run_that_is_all_warm_up_ends_at_the_peak(schedule) -> None:
+def test_run_that_is_all_warm_up_ends_at_the_peak(schedule):
     assert lr_at(4, optim(schedule, warmup=4), max_steps=4) == MAX
     assert lr_at(2, optim(schedule, warmup=4), max_steps=4) == pytest.approx(MAX / 2)
 
 
 @pytest.mark.parametrize("missing", ["warmup_steps", "min_lr"])
-def test_schedule_that_was_not_resolved_is_rejected(missing) -> None:
+def test_schedule_that_was_not_resolved_is_rejected(missing):
     values = {"warmup_steps": 10, "min_lr": MIN, missing: None}
     with pytest.raises(ValueError, match="resolved"):
         lr_at(50, OptimConfig(**values), max_steps=100)
@@ -93,13 +87,13 @@ def test_schedule_that_was_not_resolved_is_rejected(missing) -> None:
     ("max_steps", "warmup"),
     [(1, 0), (9, 0), (10, 1), (250, 25), (7149, 714), (7150, 715), (19073, 715)],
 )
-def test_default_warm_up_is_715_steps_or_a_tenth(max_steps, warmup) -> None:
+def test_default_warm_up_is_715_steps_or_a_tenth(max_steps, warmup):
     assert default_warmup(max_steps) == warmup
 
 
 @examples
 @given(st.data())
-def test_rate_stays_in_its_bounds_and_only_falls_after_the_warm_up(data) -> None:
+def test_rate_stays_in_its_bounds_and_only_falls_after_the_warm_up(data):
     last = data.draw(st.integers(1, 300))
     warmup = data.draw(st.integers(0, last))
     schedule = data.draw(st.sampled_from(["cosine", "linear", "wsd"]))
@@ -119,7 +113,7 @@ def test_rate_stays_in_its_bounds_and_only_falls_after_the_warm_up(data) -> None
         assert rates[last] == pytest.approx(floor, abs=1e-12)
 
 
-def test_a_short_wsd_run_decays() -> None:
+def test_a_short_wsd_run_decays():
     optim = OptimConfig(lr_schedule="wsd", wsd_decay=0.1, warmup_steps=0, min_lr=6e-5)
     assert lr_at(4, optim, max_steps=4) == pytest.approx(6e-5)
     assert lr_at(3, optim, max_steps=4) == optim.max_lr

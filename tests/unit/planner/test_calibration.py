@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from gpt2lab.runs.history import Log
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
 
-def test_rates_are_recovered_from_runs_of_different_shapes() -> None:
+def test_rates_are_recovered_from_runs_of_different_shapes():
     truth = Rates((2e-12, 6e-12, 3e-9, 5e-10, 2e-9, 4e-4), np.zeros((6, 6)), "truth")
     shapes = [
         (2, 128, 4096, 64),
@@ -53,9 +52,7 @@ def test_rates_are_recovered_from_runs_of_different_shapes() -> None:
     assert one.seconds(seen[0].work) == pytest.approx(seen[0].seconds, rel=0.05)
 
 
-def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
-    tmp_path: Path,
-) -> None:
+def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tmp_path):
     path = tmp_path / calibration.FILE
     lines = [record(), record(device="y", step_seconds=9.0), record(others=0.8, step_seconds=2.0)]
     lines += [record(ratios=[1.0]), record(ratios={"eval": "x"}), record(others="x")]  # edited
@@ -74,7 +71,7 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
 
 
-def test_recomputing_costs_time_and_is_learned_as_what_it_was() -> None:
+def test_recomputing_costs_time_and_is_learned_as_what_it_was():
     model = preset("gpt2").model
     plain, selective, block = (
         on("H100").rates.seconds(work(model, micro_batch=8, accumulation=2, recompute=mode))
@@ -88,7 +85,7 @@ def test_recomputing_costs_time_and_is_learned_as_what_it_was() -> None:
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
 
 
-def test_runs_that_share_in_another_way_do_not_count() -> None:
+def test_runs_that_share_in_another_way_do_not_count():
     prior = timing.processor(1e11, KNOWN, bf16=False)
     by_ddp = record(world=2)  # older lines have no `parallel`
     by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
@@ -100,7 +97,7 @@ def test_runs_that_share_in_another_way_do_not_count() -> None:
         assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
 
 
-def test_muons_rounds_cost_time_and_are_learned_as_what_they_were() -> None:
+def test_muons_rounds_cost_time_and_are_learned_as_what_they_were():
     def amount(optimizer: Optimizer) -> tuple[float, ...]:
         model = preset("gpt2-nano").model
         return work(model, micro_batch=8, accumulation=4, optimizer=optimizer)
@@ -113,7 +110,7 @@ def test_muons_rounds_cost_time_and_are_learned_as_what_they_were() -> None:
     assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
 
 
-def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> None:
+def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update():
     config = preset("gpt2-micro")
     tuned = override(config, {"instructions": "demo", "lora_r": 8})
     for settings, updated in (
@@ -127,7 +124,7 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> N
         assert updates == updated
 
 
-def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
+def test_the_cost_of_hellaswag_is_learned_from_a_run():
     """An item in one text that costs as much as training on 100 tokens, predicted for two texts and for one."""
     config = preset("gpt2-nano")
     steps = {
@@ -162,13 +159,13 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
         assert costs.seconds["hellaswag"] == pytest.approx(expected)
 
 
-def test_event_costs_know_what_was_measured() -> None:
+def test_event_costs_know_what_was_measured():
     costs = EventCosts({"eval": 10.0, "sample": 1.0}, frozenset({"eval"}))
     assert costs.interval("eval", 3).value == 30.0
     assert costs.interval("eval", 1).high / 10 < costs.interval("sample", 1).high
 
 
-def test_an_unknown_gpu_is_measured_never_guessed() -> None:
+def test_an_unknown_gpu_is_measured_never_guessed():
     card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
     job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
@@ -180,13 +177,7 @@ def test_an_unknown_gpu_is_measured_never_guessed() -> None:
 
 
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
-def test_a_gpu_that_others_use_is_no_measure(
-    busy: float,
-    verdict: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
     monkeypatch.setattr(ask, "look", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}

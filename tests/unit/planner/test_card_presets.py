@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, hardware
@@ -22,14 +21,13 @@ WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory) -> Path:
     """Return shards with one step of half a million tokens."""
     return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
 
 
-def settled(data: Path, *flags: str, world: int) -> tuple[RunRequest, Start]:
-    argv = [f"--data_dir={data}", *flags]
-    return parse(argv), resolved(argv, world_size=world)
+def settled(data: Path, *flags: str, world: int) -> Start:
+    return resolved([f"--data_dir={data}", *flags], world_size=world)
 
 
 def job_of(start: Start) -> Job:
@@ -38,16 +36,14 @@ def job_of(start: Start) -> Job:
 
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-medium"])
-def test_only_the_cut_changes_and_it_fits_the_card(
-    data: Path, capsys: pytest.CaptureFixture[str], name: str, model: str
-) -> None:
+def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
     world = WORLDS[name]
     plain = resolve(
         parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"]),
         world_size=world,
         set_aside=False,
     )
-    _, start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
+    start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
     before, after = to_flat(plain.config), to_flat(start.config)
     cut = {"mini_batch_size", "activation_checkpointing"}
     assert {key for key in after if after[key] != before[key]} <= cut
@@ -65,23 +61,21 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     assert start.plan.batch.mini_batch_size == min(largest, auto.PRESET_MAX_BATCH)
 
 
-def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
+def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
     large = ("--model=gpt2-large", "--n_layer=42", "--preset=1x4090")
-    _, start = settled(data, *large, world=1)
+    start = settled(data, *large, world=1)
     job = job_of(start)
     assert job.recompute != "none"
     card, known = hardware.load().gpu("4090"), hardware.load()
     assert auto._on_card(job, card, known).memory.fits
     plain = auto._on_card(job.with_settings(activation_checkpointing="none"), card, known)
     assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
-    _, typed = settled(data, *large, "--activation_checkpointing=none", world=1)
+    typed = settled(data, *large, "--activation_checkpointing=none", world=1)
     assert typed.config.system.activation_checkpointing == "none"
 
 
-def test_a_typed_mini_batch_wins_and_is_judged(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
+def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
+    start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
     assert start.plan.batch.mini_batch_size == 32
     said = capsys.readouterr().err
     assert "warning: mini_batch_size 32 does not fit RTX-4090; the largest that does is 16" in said
@@ -89,8 +83,8 @@ def test_a_typed_mini_batch_wins_and_is_judged(
         settled(data, "--preset=1x4090", "--mini_batch_size=7", world=1)
 
 
-def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: Path) -> None:
-    _, start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
+def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
+    start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
     assert (start.plan.batch.mini_batch_size, start.plan.batch.accumulation) == (24, 1)
 
 
@@ -103,9 +97,7 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: P
         (["--preset=3xh100"], 1, "--preset 3xh100: give one of 1x4090, "),
     ],
 )
-def test_a_preset_that_cannot_be_is_one_line(
-    data: Path, flags: list[str], world: int, message: str
-) -> None:
+def test_a_preset_that_cannot_be_is_one_line(data, flags, world, message):
     with pytest.raises(ConfigError, match=message) as rejection:
         settled(data, *flags, world=world)
     assert "\n" not in str(rejection.value)
@@ -119,13 +111,7 @@ def test_a_preset_that_cannot_be_is_one_line(
         ("NVIDIA A100-SXM4-80GB", None),
     ],
 )
-def test_another_machine_than_the_presets_is_said(
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    here: str | None,
-    says: str | None,
-) -> None:
+def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, here, says):
     card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
     seen = DetectedHardware((GpuState(*card),) if here else ())
     monkeypatch.setattr(auto, "look", lambda: seen)
@@ -134,9 +120,7 @@ def test_another_machine_than_the_presets_is_said(
     assert (says in said) if says else ("warning" not in said)
 
 
-def test_a_run_with_a_preset_trains_and_resumes_on_another(
-    tiny_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_preset_trains_and_resumes_on_another(tiny_flags, tmp_path, capsys):
     flags = [flag for flag in tiny_flags if "mini_batch_size" not in flag]
     pretrain(parse([*flags, "--max_steps=2", "--stop_after_steps=1", "--mini_batch_size=2"]))
     train([*flags, "--resume=latest", "--preset=1x4090"])

@@ -16,7 +16,7 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
 
-def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_one_without_additions(monkeypatch):
     """As in a container that is started with a number for a user."""
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home directory")))
@@ -24,110 +24,77 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.Monk
     assert hardware.load.__wrapped__().gpus == hardware.load(hardware.SHIPPED).gpus
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
-        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("NVIDIA L4", "L4"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A6000", "A6000"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
-        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA A16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA GB200", None),
-    ],
+CARDS = {
+    "H100": "NVIDIA H100 80GB HBM3",
+    "H100-PCIe": "NVIDIA H100 PCIe",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "A100-PCIe": "NVIDIA A100 80GB PCIe",
+    "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB",
+    "RTX-4090": "NVIDIA GeForce RTX 4090",
+    "RTX-5090": "NVIDIA GeForce RTX 5090",
+    "T4": "Tesla T4",
+    "A6000": "NVIDIA RTX A6000",
+    "H100-NVL": "NVIDIA H100 NVL",
+    "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation",
+    **{
+        name: f"NVIDIA {name}"
+        for name in ("H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200")
+    },
+}
+NO_CARDS = (
+    *("NVIDIA A16", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GB200"),
 )
-def test_a_device_name_means_its_card_or_none(device: str, name: str | None) -> None:
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [*((d, n) for n, d in CARDS.items()), *((d, None) for d in NO_CARDS)]
+)
+def test_a_device_name_means_its_card_or_none(device, name):
     found = KNOWN.recognise(device)
     assert (found.name if found else None) == name
 
 
-def test_every_card_with_a_rate_has_a_memory() -> None:
+def test_every_card_with_a_rate_has_a_memory():
     """Else no forecast could say whether a batch fits."""
     rated = [gpu for gpu in KNOWN.gpus.values() if gpu.peak_flops]
     assert len(rated) >= 25
     assert [gpu.name for gpu in rated if not (gpu.memory_bytes and gpu.bandwidth)] == []
 
 
-def test_every_number_has_a_source_with_a_date() -> None:
-    document = json.loads(hardware.SHIPPED.read_text())
-    assert all(source["date"] for source in document["sources"].values())
-    numbers = [
-        value
-        for card in document["gpus"].values()
-        for value in card.values()
-        if isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[1], str)
-        and not isinstance(value[0], list | str)
-    ]
-    numbers += list(document["constants"].values())
-    assert len(numbers) > 100
-    assert {source for _, source in numbers} <= set(document["sources"])
-
-
-def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
-    own = tmp_path / "own.json"
-    own.write_text(
-        json.dumps(
-            {
-                "sources": {"me": {"title": "my bill", "date": "2026-11-01"}},
-                "gpus": {
-                    "H100": {"usd_per_hour": [1.5, "me"]},
-                    "X9": {
-                        "words": [["x9"]],
-                        "bf16_tflops": [100, "me"],
-                        "bandwidth_gbs": [900, "me"],
-                    },
-                },
-                "profiles": {
-                    "night": {
-                        "about": "",
-                        "context_length": 256,
-                        "memory_target": 0.5,
-                        "tokens_per_parameter": 5,
-                        "eval_interval": 4,
-                    }
-                },
-            }
-        )
-    )
+def test_a_users_file_merges_over_the_shipped_one(tmp_path):
+    own, card = tmp_path / "own.json", {"words": [["x9"]], "bf16_tflops": [100, "me"]}
+    night = {"about": "", "context_length": 256, "memory_target": 0.5, "tokens_per_parameter": 5}
+    mine = {
+        "sources": {"me": {"title": "my bill", "date": "2026-11-01"}},
+        "gpus": {
+            "H100": {"usd_per_hour": [1.5, "me"]},
+            "X9": {**card, "bandwidth_gbs": [900, "me"]},
+        },
+        "profiles": {"night": {**night, "eval_interval": 4}},
+    }
+    own.write_text(json.dumps(mine))
     merged = hardware.load(own)
     assert (merged.gpu("h100").usd_per_hour, merged.gpu("h100").price_date) == (1.5, "2026-11-01")
-    assert merged.gpu("h100").peak_flops == 989e12
-    assert merged.gpu("x9").peak_flops == 100e12
+    assert (merged.gpu("h100").peak_flops, merged.gpu("x9").peak_flops) == (989e12, 100e12)
     assert hardware.find_profile("night", merged).context_length == 256
-    own.write_text('{"gpus": {"X9": {"words": [["x9"]], "bf16_tflops": [100, "nobody"]}}}')
+    own.write_text(json.dumps({"gpus": {"X9": {**card, "bf16_tflops": [100, "nobody"]}}}))
     hardware.load.cache_clear()
     with pytest.raises(ConfigError, match=r"own\.json"):
         hardware.load(own)
 
 
-def test_every_number_has_a_source_and_every_source_an_address() -> None:
+def test_every_number_has_a_source_and_every_source_an_address():
     """But for listings of nvidia-smi whose pages nobody noted: the file says so."""
     table = json.loads(hardware.SHIPPED.read_text())
     numbers = [pair for gpu in table["gpus"].values() for pair in gpu.values()]
     numbers += table["constants"].values()
     used = {pair[1] for pair in numbers if isinstance(pair, list) and not isinstance(pair[0], list)}
     used |= {link["source"] for link in table["links"].values()}
+    assert len(numbers) > 100
     assert used == set(table["sources"])
+    assert all(source["date"] for source in table["sources"].values())
     addresses = {name: source.get("url") for name, source in table["sources"].items()}
     collected = {name for name, address in addresses.items() if address is None}
     assert collected == {"smi-listings"}

@@ -48,43 +48,23 @@ def tracked_peak(
         batch = batch_of(config, B, A)
         with tracker:
             for _ in range(2):
-                train_step(
-                    model,
-                    optimizers,
-                    batch,
-                    1e-3,
-                    strategy=Alone(dtype, tracker),  # type: ignore[arg-type]
-                    grad_clip=1.0,
-                    seed=0,
-                )
+                how: Any = {"strategy": Alone(dtype, tracker), "grad_clip": 1.0, "seed": 0}
+                train_step(model, optimizers, batch, 1e-3, **how)
         return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
 
 
 @pytest.fixture
-def fake_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_numbers(monkeypatch) -> Iterator[None]:
     """Let train_step read its loss: a fake tensor has no value."""
     monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)
     return
 
 
 def predicted(
-    config: ModelConfig,
-    B: int,
-    A: int,
-    dtype: str,
-    optimizer: Optimizer = "adamw",
-    tuning: TuningConfig = PRETRAINING,
-    **sharing: Any,
+    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer = "adamw", **how: Any
 ) -> Memory:
-    return StepMemory(
-        config,
-        micro_batch=B,
-        accumulation=A,
-        dtype=dtype,  # type: ignore[arg-type]
-        optimizer=optimizer,
-        tuning=tuning,
-        **sharing,
-    ).peak()
+    cut = {"micro_batch": B, "accumulation": A, "dtype": dtype, "optimizer": optimizer}
+    return StepMemory(config, **{"tuning": PRETRAINING, **cut, **how}).peak()
 
 
 # Each is in a regime of its own: what peaks is the head, the blocks, the embedding, the weights' gradients.
@@ -115,7 +95,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("name", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name: str, dtype: str) -> None:
+def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
     config, B, A = SHAPES[name]
     memory = predicted(config, B, A, dtype)
     assert memory.tensors == pytest.approx(tracked_peak(config, B, A, dtype), rel=0.005)
@@ -127,39 +107,11 @@ MODERN: dict[str, Any] = {
     "qk_norm": "rmsnorm",
     "activation": "relu2",
 }
-# Where activations decide, and where Muon's step does. In the models that people train the head decides.
-WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
-    "adamw": ("small vocabulary", "few words, accumulating"),
-    "muon": ("short, accumulating",),
-    "normuon": ("short, accumulating",),
-}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_numbers")
-@pytest.mark.parametrize(
-    ("options", "optimizer", "dtype"),
-    [
-        pytest.param(MODERN, "adamw", "bf16", id="all"),
-        pytest.param(MODERN, "adamw", "fp32", id="all, fp32"),
-        pytest.param({}, "muon", "bf16", id="muon"),
-        pytest.param(MODERN, "normuon", "fp32", id="all+normuon, fp32"),
-    ],
-)
-def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
-    options: dict[str, Any], optimizer: Optimizer, dtype: str
-) -> None:
-    for name in WHERE_THEY_COUNT[optimizer]:
-        plain, B, A = SHAPES[name]
-        config = dataclasses.replace(plain, **options)
-        tracked = tracked_peak(config, B, A, dtype, optimizer)
-        memory = predicted(config, B, A, dtype, optimizer)
-        assert memory.tensors == pytest.approx(tracked, rel=0.005), name
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fake_numbers")
-@settings(derandomize=True, max_examples=12, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(
     config=st.builds(
         lambda D, H, **rest: ModelConfig(n_embd=D * H, n_head=H, **rest),
@@ -179,26 +131,10 @@ def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
     optimizer=st.sampled_from(["adamw", "muon", "normuon"]),
 )
 def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
-    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer
-) -> None:
+    config, B, A, dtype, optimizer
+):
     tracked = tracked_peak(config, B, A, dtype, optimizer)
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fake_numbers")
-def test_memory_is_affine_in_layers_and_batch_so_small_shapes_speak_for_large_ones() -> None:
-    def tracked(L: int, B: int) -> int:
-        return tracked_peak(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
-
-    per_layer = tracked(3, 2) - tracked(2, 2)
-    per_sequence = tracked(2, 3) - tracked(2, 2)
-    both = tracked(3, 3) - tracked(2, 2) - per_layer - per_sequence  # a sequence of one more layer
-    L, B = 12, 16
-    extrapolated = tracked(2, 2) + (L - 2) * per_layer + (B - 2) * per_sequence
-    extrapolated += (L - 2) * (B - 2) * both
-    memory = predicted(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
-    assert memory.tensors == pytest.approx(extrapolated, rel=0.005)
 
 
 REAL = [
@@ -229,9 +165,7 @@ SLOW_BF16 = pytest.param("bf16", marks=pytest.mark.slow)
         ),
     ],
 )
-def test_peak_is_that_of_real_steps_to_three_percent(
-    config: ModelConfig, B: int, A: int, recompute: ActivationCheckpointing, dtype: str
-) -> None:
+def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dtype):
     found = real_peak(config, B, A, recompute, dtype, "adamw")
     memory = predicted(config, B, A, dtype, recompute=recompute)
     assert memory.tensors == pytest.approx(found, rel=0.03)
@@ -239,12 +173,9 @@ def test_peak_is_that_of_real_steps_to_three_percent(
 
 @pytest.mark.parametrize("dtype", [SLOW_BF16, "fp32"])
 @pytest.mark.parametrize(
-    ("optimizer", "recompute"),
-    [("adamw", "selective"), ("muon", "none"), ("normuon", "block")],
+    ("optimizer", "recompute"), [("adamw", "selective"), ("muon", "none"), ("normuon", "block")]
 )
-def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(
-    optimizer: Optimizer, recompute: ActivationCheckpointing, dtype: str
-) -> None:
+def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(optimizer, recompute, dtype):
     config, B, A = dataclasses.replace(REAL[2][0], **MODERN), 4, 2
     found = real_peak(config, B, A, recompute, dtype, optimizer)
     memory = predicted(config, B, A, dtype, optimizer, recompute=recompute)
@@ -257,12 +188,8 @@ def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(
     ("lora_r", "options", "margin"), [(0, {}, 0.03), (8, {}, 0.05), (8, MODERN, 0.05)]
 )
 def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_to_five(
-    lora_r: int,
-    options: dict[str, Any],
-    margin: float,
-    recompute: ActivationCheckpointing,
-    dtype: str,
-) -> None:
+    lora_r, options, margin, recompute, dtype
+):
     config, B, A = dataclasses.replace(REAL[2][0], **options), 4, 2
     tuning = TuningConfig(instructions="demo", lora_r=lora_r)
     found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
@@ -293,7 +220,7 @@ def real_peak(
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
+def test_each_of_two_processes_holds_what_is_predicted_to_five_percent():
     """All modes and all ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
     fsdp's buffers, and those of Muon's all-to-all, come and go with gloo's threads, up to 8 % either way, so a case may
@@ -335,8 +262,6 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
     return memory.tensors == pytest.approx(peak, rel=margin)
 
 
-# -- what must be true of any shape ------------------------------------------------------------------------------
-
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 sizes = st.builds(
     lambda L, D, H, T, V, options: dataclasses.replace(shape(L, D * H, H, T, V), **options),
@@ -357,7 +282,7 @@ def peak(config: ModelConfig, B: int, A: int, dtype: str, world: int = 1) -> int
 @given(
     config=sizes, B=st.integers(1, 32), A=st.integers(1, 4), dtype=st.sampled_from(["bf16", "fp32"])
 )
-def test_memory_grows_with_everything(config: ModelConfig, B: int, A: int, dtype: str) -> None:
+def test_memory_grows_with_everything(config, B, A, dtype):
     here = peak(config, B, A, dtype)
     more = {
         "n_layer": config.n_layer + 1,
@@ -380,9 +305,7 @@ def test_memory_grows_with_everything(config: ModelConfig, B: int, A: int, dtype
 
 @examples
 @given(config=sizes, sequences=st.integers(1, 96), gib=st.floats(0.1, 200))
-def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(
-    config: ModelConfig, sequences: int, gib: float
-) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(config, sequences, gib):
     budget = gib * 2**30
     batch = BatchConfig(total_batch_size=2 * sequences * config.context_length)
     settings = dataclasses.replace(Config(), model=config, batch=batch)

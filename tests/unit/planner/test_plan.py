@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
-from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.model.counts import count_parameters
 from gpt2lab.training.plan import make_plan
 from gpt2lab.training.resolve import resolve
 from tiny import parse
 
 
-def test_the_closed_form_counts_what_is_listed_tensor_by_tensor() -> None:
-    model = ModelConfig(n_layer=3, n_head=2, n_embd=10, context_length=7, vocab_size=11)
-    block = [
-        *(10, 10),  # first norm
-        *(10 * 30, 30),  # query, key, value
-        *(10 * 10, 10),  # output of attention
-        *(10, 10),  # second norm
-        *(10 * 40, 40, 40 * 10, 10),  # MLP
-    ]
-    assert count_parameters(model) == 11 * 10 + 7 * 10 + 3 * sum(block) + (10 + 10)
-
-
 @pytest.mark.parametrize(("total", "world"), [(96, 1), (96, 2), (480, 5)])
-def test_the_batch_is_world_times_accumulation_times_micro_batch(total: int, world: int) -> None:
+def test_the_batch_is_world_times_accumulation_times_micro_batch(total, world):
     batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
     plan = plan_batches(batch, context_length=4, world_size=world)
     assert plan == BatchPlan(total // 4, 3, total // (4 * 3 * world), world, 4)
@@ -39,7 +25,7 @@ def test_the_batch_is_world_times_accumulation_times_micro_batch(total: int, wor
     assert plan.tokens == total
 
 
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     def message(total: int, world: int) -> str:
         batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
         with pytest.raises(ConfigError) as error:
@@ -69,7 +55,7 @@ LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("length", "steps"), LENGTHS_OF_RUNS)
-def test_steps_tokens_and_epochs_become_whole_steps(length: dict[str, Any], steps: int) -> None:
+def test_steps_tokens_and_epochs_become_whole_steps(length, steps):
     batch = BatchConfig(total_batch_size=64)
     counted = count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
     assert counted == steps
@@ -78,13 +64,13 @@ def test_steps_tokens_and_epochs_become_whole_steps(length: dict[str, Any], step
 @pytest.mark.parametrize(
     ("length", "given"), [({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")]
 )
-def test_less_than_one_step_is_rejected(length: dict[str, Any], given: str) -> None:
+def test_less_than_one_step_is_rejected(length, given):
     batch = BatchConfig(total_batch_size=64)
     with pytest.raises(ConfigError, match=f"{given}.* less than one step of 64 tokens"):
         count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
 
 
-def test_a_plan_adds_up() -> None:
+def test_a_plan_adds_up():
     config = override(Config(), {"total_batch_size": 64, "mini_batch_size": 2, "num_epochs": 2.0})
     config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 2})
     plan = make_plan(config, world_size=2, windows_per_epoch=25)
@@ -97,11 +83,11 @@ def test_a_plan_adds_up() -> None:
     )  # rolling, one whole epoch, best and the one before
 
 
-def tiny(tiny_flags: list[str], *more: str) -> Command:
+def tiny(tiny_flags: list[str], *more: str) -> RunRequest:
     return parse([*tiny_flags, *more])
 
 
-def test_warm_up_longer_than_the_run_is_rejected(tiny_flags: list[str]) -> None:
+def test_warm_up_longer_than_the_run_is_rejected(tiny_flags):
     start = resolve(
         tiny(tiny_flags, "--max_steps=9", "--warmup_steps=9"), world_size=1, set_aside=False
     )
@@ -112,9 +98,7 @@ def test_warm_up_longer_than_the_run_is_rejected(tiny_flags: list[str]) -> None:
         )
 
 
-def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(tiny_flags, tmp_path):
     start = resolve(tiny(tiny_flags, "--max_lr=0.01"), world_size=1, set_aside=False)
     flat = to_flat(start.config)
     steps = sum((size - 1) // 16 for size in (1003, 777, 1290)) // 8
@@ -126,7 +110,7 @@ def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags: list[str]) -> None:
+def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags):
     flags = [flag for flag in tiny_flags if not flag.startswith("--run_name")]
     start = resolve(parse(flags), world_size=1, set_aside=False)
     model, date, clock = start.run_dir.name.replace("_", "-").split("-")

@@ -48,7 +48,7 @@ def log_errors(known: Hardware, chosen: list[int]) -> np.ndarray:
     return np.array(errors)
 
 
-def test_published_runs_are_predicted() -> None:
+def test_published_runs_are_predicted():
     """Four in five are inside the 80 % interval, speed is within 18 % (rms), every memory within 15 %."""
     inside = 0
     for run, job in zip(RUNS, JOBS, strict=True):
@@ -62,8 +62,6 @@ def test_published_runs_are_predicted() -> None:
     errors = log_errors(KNOWN, list(range(len(RUNS))))
     assert math.sqrt(np.mean(errors**2)) <= 0.18
 
-
-# -- the fit ---------------------------------------------------------------------------------------------------------
 
 # Where the fit starts, and what holds what the runs do not decide. The last is the energy of Ada's matmuls.
 START = {
@@ -100,7 +98,7 @@ def hardware_with(logarithms: np.ndarray) -> Hardware:
     return dataclasses.replace(KNOWN, gpus=KNOWN.gpus | of_ada, constants=KNOWN.constants | values)
 
 
-def test_the_constants_are_the_fit_and_the_intervals_are_what_runs_left_out_miss_by() -> None:
+def test_the_constants_are_the_fit_and_the_intervals_are_what_runs_left_out_miss_by():
     everything = list(range(len(RUNS)))
     fit = fitted(everything)
     assert fit.pop("ada") == pytest.approx(1.55e-12, rel=0.04)
@@ -118,14 +116,11 @@ def test_the_constants_are_the_fit_and_the_intervals_are_what_runs_left_out_miss
         assert KNOWN.constants[name] == pytest.approx(scatter, abs=0.01)
 
 
-# -- what follows from them ------------------------------------------------------------------------------------------
-
-
 def rate(gpu: str, **flags: object) -> float:
     return predict(gpu, steps="1000", **flags).throughput.value
 
 
-def test_small_work_is_slower_than_large() -> None:
+def test_small_work_is_slower_than_large():
     """Launching kernels costs the same for one sequence and for many."""
     assert rate("H100", mini_batch_size=1) < 0.6 * rate("H100", mini_batch_size=64)
     sizes = [rate("B200", mini_batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
@@ -137,14 +132,14 @@ def test_small_work_is_slower_than_large() -> None:
     assert mfu == sorted(mfu)
 
 
-def test_where_launches_take_the_time_the_interval_says_how_little_is_known() -> None:
+def test_where_launches_take_the_time_the_interval_says_how_little_is_known():
     """They depend on the host's processor; the published runs are of work that hides them."""
     nano, gpt2 = (predict("H100", model=m, steps="9").sigma for m in ("gpt2-nano", "gpt2"))
     assert gpt2 == pytest.approx(KNOWN.constants["sigma_roofline"], rel=0.05)
     assert nano > 2 * gpt2
 
 
-def test_the_power_of_a_board_limits_its_matmuls() -> None:
+def test_the_power_of_a_board_limits_its_matmuls():
     """PCIe cards of a chip do not reach its data sheet: 350 W pay for half of what an H100 has on it."""
     known = {
         name: KNOWN.gpu(name).sustained_flops(1.0) or 0 for name in ("H100", "H100-PCIe", "L4")
@@ -155,9 +150,7 @@ def test_the_power_of_a_board_limits_its_matmuls() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_a_compiled_step_on_a_gpu_holds_8_bytes_a_logit_and_an_uncompiled_one_12(
-    recompute: str,
-) -> None:
+def test_a_compiled_step_on_a_gpu_holds_8_bytes_a_logit_and_an_uncompiled_one_12(recompute):
     flags = {"mini_batch_size": 8, "steps": "9", "activation_checkpointing": recompute}
     logits = 8 * 1024 * 50304
     eager = job_for(compile="off", **flags).memory(on_gpu=True)
@@ -170,7 +163,7 @@ def found(gpu: str, **flags: object) -> Estimate:
     return estimate.estimate(job_for(**flags), on(gpu), KNOWN)
 
 
-def test_32_sequences_fit_the_card_that_they_were_seen_on() -> None:
+def test_32_sequences_fit_the_card_that_they_were_seen_on():
     """They took 24.1 GiB of a card that has 31.3."""
     assert found("RTX-5090", mini_batch_size=32, steps="9").memory.fits
     assert not found("RTX-4090", mini_batch_size=32, steps="9").memory.fits

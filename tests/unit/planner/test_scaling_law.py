@@ -42,7 +42,7 @@ def rungs(
 @pytest.mark.parametrize(
     "law", [LAW, Law(0.6, 15.0, 3000.0, 0.2, 0.6), Law(2.5, 900.0, 40.0, 0.7, 0.25)]
 )
-def test_a_law_without_noise_is_found_from_far_starts(law: Law) -> None:
+def test_a_law_without_noise_is_found_from_far_starts(law):
     found = fit(rungs(np.random.default_rng(0), law=law), samples=20)
     for name in ("E", "A", "B", "alpha", "beta"):
         assert getattr(found.law, name) == pytest.approx(getattr(law, name), rel=1e-3), name
@@ -51,7 +51,7 @@ def test_a_law_without_noise_is_found_from_far_starts(law: Law) -> None:
     assert at.high - at.low < 1e-3 * at.value
 
 
-def test_one_run_that_is_wrong_moves_the_law_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_that_is_wrong_moves_the_law_little(monkeypatch):
     clean = rungs(np.random.default_rng(0), seeds=0.002)
     worst = (clean[8].losses[0] * 1.1, *clean[8].losses[1:])
     bad = [*clean[:8], Rung(SIZES[2], TOKENS[2], worst)]
@@ -65,7 +65,7 @@ def test_one_run_that_is_wrong_moves_the_law_little(monkeypatch: pytest.MonkeyPa
     assert huber < 0.25 * moved()
 
 
-def test_the_frontier_is_the_lowest_loss_of_its_compute() -> None:
+def test_the_frontier_is_the_lowest_loss_of_its_compute():
     for flops in (1e11, 1e14):
         N, D = LAW.optimum(flops)
         assert pytest.approx(flops) == 6 * N * D
@@ -73,7 +73,7 @@ def test_the_frontier_is_the_lowest_loss_of_its_compute() -> None:
             assert LAW.loss(N * factor, D / factor) > LAW.loss(N, D)
 
 
-def test_intervals_hold_the_noise_of_seeds_and_the_misfit() -> None:
+def test_intervals_hold_the_noise_of_seeds_and_the_misfit():
     rng = np.random.default_rng(1)
     quiet, loud = (fit(rungs(rng, seeds=noise)) for noise in (0.001, 0.01))
     assert quiet.seed_spread == pytest.approx(0.001, rel=0.5)
@@ -98,9 +98,7 @@ def test_intervals_hold_the_noise_of_seeds_and_the_misfit() -> None:
     [(GRID, LAW, TOP), (RATIOS, RATIO_LAW, RATIO_TOP)],
     ids=["grid", "ratios"],
 )
-def test_four_of_five_predictions_hold(
-    points: list[tuple[int, int]], law: Law, top: tuple[int, int], misfit: float
-) -> None:
+def test_four_of_five_predictions_hold(points, law, top, misfit):
     """400 ladders with seeds that differ by 0.5 %; a share of them has a standard error of 2 %."""
     hits: dict[str, list[bool]] = {"prediction": [], "E": [], "alpha": [], "beta": []}
     for number in range(400):
@@ -124,7 +122,7 @@ def test_four_of_five_predictions_hold(
         ((1, 2, 3), (5,), "at least 3 numbers of tokens, and these rungs have 1"),
     ],
 )
-def test_too_few_rungs_are_rejected(sizes, tokens, line) -> None:
+def test_too_few_rungs_are_rejected(sizes, tokens, line):
     with pytest.raises(ConfigError, match=line):
         fit([Rung(N, D, (2.0,)) for N in sizes for D in tokens])
     diagonal = [Rung(N, N, (2.0,)) for N in (1, 2, 3, 4, 5)]

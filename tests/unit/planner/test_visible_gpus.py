@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ for card in cards if asked else []:
 
 
 @pytest.fixture(autouse=True)
-def _three_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _three_cards(tmp_path, monkeypatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(FAKE.format(python=sys.executable))
     program.chmod(0o755)
@@ -49,9 +48,7 @@ def _three_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("1,7,2", [1], 80_000),
     ],
 )
-def test_a_process_counts_the_cards_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: list[int], free_mib: int
-) -> None:
+def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, free_mib):
     """In the order that CUDA numbers them; the full card of another job is not looked at."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
@@ -63,18 +60,14 @@ def test_a_process_counts_the_cards_that_it_may_use(
 
 
 @pytest.mark.parametrize("chosen", ["", "-1", "NoDevFiles"])
-def test_hidden_cards_leave_the_processor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], chosen: str
-) -> None:
+def test_hidden_cards_leave_the_processor(monkeypatch, capsys, chosen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert machine.look().is_cpu
     assert doctor.main([]) == 0
     assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
 
 
-def test_of_a_mig_slice_nothing_is_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     """Its memory is a part of the card's, and nvidia-smi's rows are cards."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234-5678")
     found = machine.look()

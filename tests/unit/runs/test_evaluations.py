@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from gpt2lab.commands.evaluate import main
-from gpt2lab.errors import ConfigError
-from gpt2lab.interop import tasks as harness
 from gpt2lab.runs.evaluations import add_tasks, newest_tasks
 from gpt2lab.runs.history import Log
 
@@ -56,23 +50,3 @@ def test_weights_that_the_run_left_are_not_shown(tmp_path: Path) -> None:
     assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3, "metrics": {}})}
     (tmp_path / "evaluations" / "step_00000008.json").write_text("{")
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
-
-
-def test_flags_of_tasks_are_checked_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
-        main(["nobody", "--limit=3"])
-    with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):
-        main(["nobody", "--tasks=piqa", "--limit=0"])
-    real = importlib.util.find_spec
-    known = {"lm_eval": object()}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: known.get(name) or real(name))
-    with pytest.raises(ConfigError, match=r"^--tasks_path \S+: no such folder, or no task in it"):
-        harness.require_lm_eval(tmp_path)
-    known = {}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name)
-    )
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'gpt2lab\[lm-eval\]'$"):
-        harness.require_lm_eval(None)

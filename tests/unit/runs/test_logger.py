@@ -1,4 +1,4 @@
-"""Events in, files out: metrics.jsonl as the truth, its readers, the log, the TensorBoard mirror."""
+"""What a run writes: metrics.jsonl, its readers, and log.txt."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ import os
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.numpy import load_file
 
 import launch
-from ecosystem import works_with
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import find_problems, override
-from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.training.run_log import Histograms
 from tiny import parse, pretrain
-from whole_run import SCALARS
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
 
@@ -197,138 +187,9 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
 
 
-# -- log and TensorBoard of a real run ---------------------------------------------------------------------------
-
-
 def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys) -> None:
     pretrain(parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
     shown = capsys.readouterr()
     assert (tmp_path / "runs" / "tiny" / "log.txt").read_text() == shown.out
     assert "step 2/3 |" in shown.out
     assert shown.err == ""
-
-
-def open_tensorboard(run_dir: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    everything = {"histograms": 0, "scalars": 0, "tensors": 0}
-    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
-    accumulator.Reload()
-    return accumulator
-
-
-def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
-    works_with("tensorboard", version("tensorboard"), "curves, texts and settings read back")
-    more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
-    pretrain(parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
-    run_dir = tmp_path / "runs" / "tiny"
-    written, events = open_tensorboard(run_dir), lines_of(run_dir)
-    for tag, (kind, field, factor) in SCALARS.items():
-        expected = {
-            line["step"]: line[field] * factor
-            for line in events
-            if line["event"] == kind and line[field] is not None
-        }
-        mirrored = {scalar.step: scalar.value for scalar in written.Scalars(tag)}
-        assert expected, tag
-        assert mirrored == pytest.approx(expected, rel=1e-6), tag
-    texts = {
-        text.step: text.tensor_proto.string_val[0].decode()
-        for text in written.Tensors("Generated_Samples/text/text_summary")
-    }
-    assert texts == {line["step"]: line["text"] for line in events if line["event"] == "sample"}
-    assert set(texts) == {2, 4}
-    (settings,) = written.Tensors("hparams/text_summary")
-    assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
-
-
-def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path) -> None:
-    common = [*tiny_flags, "--max_steps=4", "--eval_freq=4", "--use_tensorboard", "--run_name"]
-    pretrain(parse([*common, "plain"]))
-    pretrain(parse([*common, "watched", "--histogram_freq=3"]))
-    plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
-    assert launch.losses(watched) == launch.losses(plain)
-    assert launch.parameter_hash(watched, 4) == launch.parameter_hash(plain, 4)
-    assert open_tensorboard(plain).Tags()["histograms"] == []
-    written = open_tensorboard(watched)
-    weights = load_file(watched / "step_00000004" / "model.safetensors")
-    expected = {f"{kind}/{name}" for name in weights for kind in ("Parameters", "Gradients")}
-    assert set(written.Tags()["histograms"]) == expected
-    for name, tensor in weights.items():
-        third, last = written.Histograms(f"Parameters/{name}")
-        assert (third.step, last.step) == (3, 4)
-        found = last.histogram_value
-        assert found.num == tensor.size == sum(found.bucket)
-        assert (found.min, found.max) == (float(tensor.min()), float(tensor.max()))
-        inner = ((tensor > found.bucket_limit[20]) & (tensor <= found.bucket_limit[40])).sum()
-        assert sum(found.bucket[21:41]) == pytest.approx(inner, abs=0.01 * tensor.size + 2)
-    # The norm of step 4 is of the gradients before clipping; here nothing is clipped.
-    squares = [
-        written.Histograms(tag)[-1].histogram_value.sum_squares
-        for tag in expected
-        if tag.startswith("Gradients/")
-    ]
-    norm = launch.steps(watched)[4]["grad_norm"]
-    assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
-
-
-def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> None:
-    model: Any = torch.nn.ParameterDict(
-        {
-            "nan": torch.tensor([1.0, math.nan]),
-            "infinite": torch.tensor([1.0, math.inf]),
-            "same": torch.full((3, 2), 2.0),
-        }
-    )
-    logger = MetricsLogger(tmp_path, attempt=1, tensorboard_from=0)
-    Histograms(model, logger, 1, last_step=1).parameters(1)
-    logger.close()
-    written = open_tensorboard(tmp_path)
-    assert written.Tags()["histograms"] == ["Parameters/same"]
-    (event,) = written.Histograms("Parameters/same")
-    found = event.histogram_value
-    assert (found.min, found.max, found.sum, found.sum_squares) == (2, 2, 12, 24)
-    assert (found.num, sum(found.bucket)) == (6, 6)
-
-
-def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
-        pretrain(parse([*tiny_flags, "--histogram_freq=5"]))
-    assert not (tmp_path / "runs").exists()
-    sharded = {"histogram_freq": 5, "use_tensorboard": True, "parallel": "fsdp"}
-    assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
-
-
-def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
-    content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
-    data = plugin_data_pb2.HParamsPluginData.FromString(
-        content["_hparams_/session_start_info"].plugin_data.content
-    )
-    settings = data.session_start_info.hparams
-    assert settings["n_embd"].number_value == 32
-    assert settings["dtype"].string_value == "fp32"
-
-
-def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
-    common = [*tiny_flags, "--use_tensorboard"]
-    pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
-    time.sleep(
-        1.1
-    )  # TensorBoard orders a run's files by the second in their name, as starts of a real run differ in
-    pretrain(parse([*common, "--resume=2"]))
-    run_dir = tmp_path / "runs" / "tiny"
-    written = open_tensorboard(run_dir)
-    assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
-    assert [scalar.step for scalar in written.Scalars("Loss/validation")] == [0, 4]
-    current = history.current(lines_of(run_dir), "step")
-    assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    seconds = {scalar.step: scalar.value for scalar in written.Scalars("Performance/step_time_ms")}
-    assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
-
-
-def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path) -> None:
-    pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import json
 import re
-import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,14 @@ import pytest
 
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import GPT2LabError, SaveError
-from gpt2lab.planner import remaining
-from gpt2lab.report import curves
-from gpt2lab.report import page as report
 from gpt2lab.runs import history, overview, summary
 from gpt2lab.runs.events import COLUMNS
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
 from gpt2lab.runs.logger import MetricsLogger
 from launch import call
-from long_logs import lines_of_a_start, write_long_log
+from long_logs import BUDGET, lines_of_a_start, long_run_of, peak_bytes
 from whole_run import Run
-
-LINES = 20_000  # of the log whose cost is measured
 
 
 @pytest.fixture
@@ -120,10 +113,7 @@ def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
-    """Return a run with a log of 13 MB and the settings of a tiny run."""
-    folder = Path(shutil.copytree(straight.path, tmp_path_factory.mktemp("long") / "r"))
-    write_long_log(folder, LINES, tokens_per_step=128)
-    return folder
+    return long_run_of(straight.path, tmp_path_factory.mktemp("long") / "r")
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -131,27 +121,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "attempt": newest_event,
     "status": overview.read_run,
     "end": summary.describe_run,
-    "eta": remaining.estimate_remaining,
-    "curves": curves.read_curves,
-    "page": report.render,
 }
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_long_log_costs_little_memory(long_run: Path, name: str) -> None:
     """A million lines, 640 MB, must not cost over about 100 MB: as dictionaries they take 3.5 GB."""
-    tracemalloc.start()
-    assert READERS[name](long_run)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 125 * LINES + 8 * 2**20
-
-
-def test_the_page_of_a_long_log_is_small(long_run: Path) -> None:
-    page = report.render(long_run)
-    assert len(page) < 500_000
-    paths = re.findall(r' d="([^"]*)"', page)
-    assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
+    assert peak_bytes(READERS[name], long_run) < BUDGET
 
 
 # -- damaged lines, and their repair -----------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import launch
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
 from gpt2lab.tokenizers.huggingface import train_bpe
@@ -35,7 +36,7 @@ def trained() -> Tokenizer:
 
 
 @pytest.fixture(params=["gpt2", "bytes", "characters", "trained"])
-def tokenizer(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
+def tokenizer(request, trained) -> Tokenizer:
     known = {"gpt2": GPT2, "bytes": BYTES, "characters": characters_of(CORPUS), "trained": trained}
     return known[request.param]
 
@@ -47,7 +48,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> Path:
     return folder
 
 
-def test_text_comes_back_and_no_text_ends_a_document(tokenizer: Tokenizer) -> None:
+def test_text_comes_back_and_no_text_ends_a_document(tokenizer):
     for text, ids in zip(TEXTS, tokenizer.encode_documents(TEXTS), strict=True):
         assert ids.tolist() == tokenizer.encode(text)
         assert tokenizer.decode(ids.tolist()) == text
@@ -56,7 +57,7 @@ def test_text_comes_back_and_no_text_ends_a_document(tokenizer: Tokenizer) -> No
         assert max(ids, default=0) < tokenizer.size
 
 
-def test_lengths_of_ids_are_bytes_of_text(tokenizer: Tokenizer) -> None:
+def test_lengths_of_ids_are_bytes_of_text(tokenizer):
     lengths = tokenizer.byte_lengths()
     assert (lengths.shape, lengths.dtype) == ((tokenizer.size,), np.int64)
     assert lengths[tokenizer.end_of_text] == 0
@@ -64,7 +65,7 @@ def test_lengths_of_ids_are_bytes_of_text(tokenizer: Tokenizer) -> None:
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
-def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer: Tokenizer) -> None:
+def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer):
     assert tokenizer.cuts is not None
     text = " ".join(TEXTS)
     places = [match.start() for match in tokenizer.cuts.finditer(text)]
@@ -74,7 +75,7 @@ def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer: Tokenizer) -> Non
         assert parts == tokenizer.encode(text)
 
 
-def test_files_of_another_tokenizer_are_rejected(tmp_path: Path) -> None:
+def test_files_of_another_tokenizer_are_rejected(tmp_path):
     folder = write(characters_of("abc"), tmp_path / "it")
     record = characters_of("abd").record()
     with pytest.raises(DataError, match=r"its tokenizer is characters, 4 ids.* restore the files"):
@@ -84,7 +85,7 @@ def test_files_of_another_tokenizer_are_rejected(tmp_path: Path) -> None:
     assert of_record({"name": "unknown", "sha256": None}, folder, "shards.json") is None
 
 
-def test_its_files_are_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_its_files_are_the_same_tokenizer(tokenizer, tmp_path):
     folder = write(tokenizer, tmp_path / "it")
     record = json.loads(json.dumps(tokenizer.record()))
     found = of_record(record, folder, "shards.json")
@@ -106,7 +107,7 @@ def test_its_files_are_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) 
             of_record(record, folder, "shards.json")
 
 
-def test_hugging_face_reads_each_of_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_hugging_face_reads_each_of_them(tokenizer, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.tokenizer_json())
@@ -121,14 +122,14 @@ def test_hugging_face_reads_each_of_them(tokenizer: Tokenizer, tmp_path: Path) -
     assert open_tokenizer(str(tmp_path / "tokenizer.json")) == tokenizer
 
 
-def test_gpt2_keeps_its_record_and_ids() -> None:
+def test_gpt2_keeps_its_record_and_ids():
     assert GPT2.record() == {"name": "gpt2", "sha256": VOCABULARY_HASH}
     assert GPT2.files == {}
     assert GPT2.dtype == "<u2"
     assert GPT2.encode(TEXTS[0]) == gpt2_encoding().encode_ordinary(TEXTS[0])
 
 
-def test_gpt2_is_recognised_in_any_form(tmp_path: Path, trained: Tokenizer) -> None:
+def test_gpt2_is_recognised_in_any_form(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_bytes(GPT2.tokenizer_json())
     assert open_tokenizer(str(tmp_path / "tokenizer.json")) is GPT2
     merges, ids = vocabulary_files()
@@ -147,7 +148,7 @@ def test_gpt2_is_recognised_in_any_form(tmp_path: Path, trained: Tokenizer) -> N
     assert (found.size, found.end_of_text) == (400, 0)
 
 
-def test_ids_above_16_bits_need_32() -> None:
+def test_ids_above_16_bits_need_32():
     assert CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_535)]).dtype == "<u2"
     many = CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_536)])
     assert many.dtype == "<u4"
@@ -155,7 +156,7 @@ def test_ids_above_16_bits_need_32() -> None:
     assert many.end_of_text == 65_536
 
 
-def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_path: Path) -> None:
+def test_the_end_of_text_is_said_where_it_is_not_clear(trained, tmp_path):
     values = json.loads(trained.tokenizer_json())
     path = tmp_path / "tokenizer.json"
 
@@ -192,14 +193,14 @@ def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_p
         (b'{"model": {"type": "BPE", "dropout": 0.1}}', "dropped at random"),
     ],
 )
-def test_what_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_what_is_no_tokenizer_is_one_line(tmp_path, content, problem):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=problem) as error:
         open_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
     with pytest.raises(DataError, match=r"no such tokenizer; known: gpt2 \| bytes"):
         open_tokenizer("llama")
     with pytest.raises(DataError, match=r"no such tokenizer; did you mean gpt2\?"):
@@ -210,9 +211,6 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
         open_tokenizer("bytes", "</s>")
 
 
-# -- characters ------------------------------------------------------------------------------------------------------
-
-
 def meta_of(characters: str) -> dict[str, object]:
     return {
         "vocab_size": len(characters),
@@ -221,7 +219,7 @@ def meta_of(characters: str) -> dict[str, object]:
     }
 
 
-def test_nanogpts_characters_are_read(tmp_path: Path) -> None:
+def test_nanogpts_characters_are_read(tmp_path):
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps(meta_of("\n !abc")))
     found = open_tokenizer(str(path))
@@ -235,7 +233,7 @@ class Harmful:
         return open, (str(Path(sys.argv[0]).parent / "harm"), "w")
 
 
-def test_a_pickle_that_would_run_code_is_rejected(tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps({"itos": Harmful()}))
     with pytest.raises(DataError, match=r"it would call (_?io)\.open"):
@@ -249,24 +247,19 @@ def test_a_pickle_that_would_run_code_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"vocab_size": 9}, {"stoi": {"a": 1}}, {"itos": {0: "ab"}}, {"itos": {1: "a"}}]
 )
-def test_characters_that_contradict_each_other_are_rejected(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_characters_that_contradict_each_other_are_rejected(tmp_path, change):
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps(meta_of("abc") | change))
     with pytest.raises(DataError, match=r"meta\.pkl: "):
         open_tokenizer(str(path))
 
 
-def test_a_character_without_an_id_is_named() -> None:
+def test_a_character_without_an_id_is_named():
     with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) is not among the 3"):
         CharactersTokenizer("abc").encode("abécé")
 
 
-# -- training --------------------------------------------------------------------------------------------------------
-
-
-def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) -> None:
+def test_training_depends_neither_on_order_nor_on_threads(trained):
     shuffled = list(CORPUS)
     random.Random(0).shuffle(shuffled)
     assert train_bpe(shuffled, 400).hash == trained.hash
@@ -276,20 +269,14 @@ def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) ->
         "from gpt2lab.tokenizers.huggingface import train_bpe\n"
         "print(train_bpe(CORPUS, 400).hash)"
     )
-    root = Path(__file__).resolve().parents[3]
     for threads in ("1", "3"):
-        answer = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "src", "RAYON_NUM_THREADS": threads},
-            check=True,
+        answer = launch.python(
+            "-c", code, RAYON_NUM_THREADS=threads, PYTHONPATH=os.pathsep.join(sys.path)
         )
-        assert answer.stdout.strip() == trained.hash
+        assert answer.stdout.strip() == trained.hash, answer.stderr
 
 
-def test_training_says_what_does_not_fit() -> None:
+def test_training_says_what_does_not_fit():
     with pytest.raises(DataError, match="must be at least 257"):
         train_bpe(CORPUS, 256)
     with pytest.raises(DataError, match=r"yields only 2\d\d ids, not 5,000"):
@@ -297,15 +284,11 @@ def test_training_says_what_does_not_fit() -> None:
     assert train_bpe(["abc"], 257).decode([0]) == END_TOKEN
 
 
-def test_tokenizers_are_opened_without_torch() -> None:
+def test_tokenizers_are_opened_without_torch():
     code = (
         "import sys; from gpt2lab.tokenizers import opening, huggingface, plain; "
         "opening.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        env={"PYTHONPATH": "src"},
-        cwd=Path(__file__).resolve().parents[3],
-    )
+    done = launch.python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import tiktoken
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
-
-# -- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -28,9 +25,7 @@ def fresh_tokenizer() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_tokenizer")
 @pytest.mark.parametrize("cache", ["an empty folder", "switched off"])
-def test_the_tokenizer_loads_with_no_network_and_no_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: str
-) -> None:
+def test_the_tokenizer_loads_with_no_network_and_no_cache(monkeypatch, tmp_path, cache):
     def no_network(*args: object, **kwargs: object) -> None:
         raise OSError("the network is off")
 
@@ -44,7 +39,7 @@ def test_the_tokenizer_loads_with_no_network_and_no_cache(
 
 
 @pytest.mark.usefixtures("fresh_tokenizer")
-def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch):
     def no_download(name: str) -> None:
         raise OSError("the network is off")
 
@@ -54,7 +49,7 @@ def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch: pytest.Mon
         gpt2_encoding()
 
 
-def test_an_altered_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_altered_vocabulary_is_not_used(monkeypatch, tmp_path):
     found = gpt2._vocabulary_folder()
     assert found is not None
     shutil.copytree(found, tmp_path / "data")
@@ -71,7 +66,7 @@ def test_an_altered_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.text(max_size=60))
-def test_encoding_and_decoding_gives_the_text_back(text: str) -> None:
+def test_encoding_and_decoding_gives_the_text_back(text):
     ids = gpt2_encoding().encode_ordinary(text)
     assert gpt2_encoding().decode(ids) == text
     assert all(0 <= token < END_OF_TEXT for token in ids)

@@ -80,8 +80,8 @@ def train(
     (tmp_path / "wandb.py").write_text(stand_in.replace("{!r}", repr(str(tmp_path / "said"))))
     patch.setenv("PYTHONPATH", str(tmp_path))
     patch.setattr(Library, "is_installed", lambda self: True)
-    for module in ("tracking.followers", "runs.logger"):
-        patch.setattr(f"gpt2lab.{module}.FINISH_SECONDS", patience)
+    for module in ("followers", "extension"):
+        patch.setattr(f"gpt2lab.tracking.{module}.FINISH_SECONDS", patience)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--track=wandb"]))
     return tmp_path / "r"
 
@@ -431,8 +431,8 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRACKIO_DIR", stores["trackio"])
-    for module in ("tracking.followers", "runs.logger"):
-        monkeypatch.setattr(f"gpt2lab.{module}.FINISH_SECONDS", 300.0)
+    for module in ("followers", "extension"):
+        monkeypatch.setattr(f"gpt2lab.tracking.{module}.FINISH_SECONDS", 300.0)
     flags = [*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--checkpoint_freq=1"]
     pretrain(parse([*flags, f"--track={','.join(names)}", "--stop_after_steps=3"]))
     pretrain(parse([*flags, "--resume=2", "--track="]))

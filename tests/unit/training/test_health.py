@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 import launch
 from gpt2lab.checkpoint import state as state_module
 from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
@@ -27,30 +27,30 @@ S = 8  # windows a step
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
+def run(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path, "--checkpoint_freq=1", "--eval_freq=0", "--keep_checkpoints=99")
 
 
 @pytest.fixture
-def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def spoil(monkeypatch) -> Callable[..., None]:
     """Return a function that multiplies the loss of the batches beginning at some samples."""
 
     def spoil(factor: float, *steps: int) -> None:
         spoilt = {S * (step - 1) for step in steps}
-        plain_step, plain_forward, now = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
+        plain_step, plain_forward, now = gpt2lab.training.steps.train_step, GPT.forward, [1.0]
 
         def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             now[0] = factor if batch.first_sample in spoilt else 1.0
             return plain_step(model, optimizers, batch, *args, **kwargs)
 
-        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
         monkeypatch.setattr(GPT, "forward", lambda self, *a: plain_forward(self, *a) * now[0])
 
     return spoil
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch) -> None:
     """Judge by few losses, so that a short run has health."""
     monkeypatch.setattr(health, "FEWEST", 4)
     monkeypatch.setattr(state_module, "WINDOW", 8)
@@ -63,9 +63,7 @@ def hashes(run: Run, step: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(
-    bad: float, run: Run, spoil: Callable[..., None]
-) -> None:
+def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
     spoil(bad, 5)
     run.train("--max_steps=8")
     assert hashes(run, 5) == hashes(run, 4) != hashes(run, 6)
@@ -81,9 +79,7 @@ def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(
     assert math.isfinite(run.losses()[8])
 
 
-def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(
-    run: Run, spoil: Callable[..., None]
-) -> None:
+def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
     spoil(math.nan, 2, 4, 5, 6, 7)
     rejection = run.rejected("--max_steps=20")
     assert isinstance(rejection, NonFiniteError)
@@ -94,15 +90,13 @@ def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(
     assert run.status()["checkpoint"].endswith(f"step_{newest:08d}")
 
 
-def test_the_row_of_bad_gradients_is_counted_across_a_resume(
-    run: Run, spoil: Callable[..., None]
-) -> None:
+def test_the_row_of_bad_gradients_is_counted_across_a_resume(run, spoil):
     spoil(math.nan, 4, 5, 6, 7)
     run.train("--max_steps=20", "--stop_after_steps=5")
     assert "step 7: 4 updates in a row" in str(run.rejected("--max_steps=20", "--resume=latest"))
 
 
-def test_weights_that_are_not_finite_are_never_saved(run: Run) -> None:
+def test_weights_that_are_not_finite_are_never_saved(run):
     """The gradient was finite, the step it led to was not."""
     rejection = run.rejected("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
     assert isinstance(rejection, NonFiniteError)
@@ -120,7 +114,7 @@ def _tensors(path: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_spike_is_told_and_by_default_nothing_else(run: Run, spoil: Callable[..., None]) -> None:
+def test_a_spike_is_told_and_by_default_nothing_else(run, spoil):
     spoil(50.0, 12)
     run.train("--max_steps=14")
     [warning] = [e for e in run.events("warning") if "spike" in e["message"]]
@@ -130,7 +124,7 @@ def test_a_spike_is_told_and_by_default_nothing_else(run: Run, spoil: Callable[.
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_spike_can_be_skipped(run: Run, spoil: Callable[..., None]) -> None:
+def test_a_spike_can_be_skipped(run, spoil):
     spoil(50.0, 12)
     run.train("--max_steps=14", "--on_spike=skip")
     assert hashes(run, 12) == hashes(run, 11)
@@ -139,8 +133,8 @@ def test_a_spike_can_be_skipped(run: Run, spoil: Callable[..., None]) -> None:
 
 @pytest.mark.usefixtures("soon")
 def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
-    run: Run, spoil: Callable[..., None], tiny_data: Path, tmp_path: Path
-) -> None:
+    run, spoil, tiny_data, tmp_path
+):
     spoil(50.0, 12)
     flags = ("--max_steps=16", "--on_spike=rewind")
     run.train(*flags)
@@ -166,7 +160,7 @@ def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_rewind_without_a_checkpoint_skips(tiny_data: Path, tmp_path: Path, spoil) -> None:
+def test_a_rewind_without_a_checkpoint_skips(tiny_data, tmp_path, spoil):
     run = Run(tiny_data, tmp_path, "--checkpoint_freq=0", "--eval_freq=0")
     spoil(50.0, 12)
     run.train("--max_steps=14", "--on_spike=rewind")
@@ -174,14 +168,14 @@ def test_a_rewind_without_a_checkpoint_skips(tiny_data: Path, tmp_path: Path, sp
     assert run.events("step")[11]["updated"] is False
 
 
-def test_how_to_answer_a_spike_is_guarded(run: Run) -> None:
+def test_how_to_answer_a_spike_is_guarded(run):
     run.train("--max_steps=4", "--stop_after_steps=2")
     assert "--allow_change on_spike" in str(
         run.rejected("--max_steps=4", "--resume=latest", "--on_spike=skip")
     )
 
 
-def test_a_spike_is_judged_by_the_spread_and_needs_a_history() -> None:
+def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
     calm = tuple(3.0 + 0.01 * (-1) ** n for n in range(64))
     assert health.z_score(3.05, calm) == pytest.approx(5.0)
     assert not health.is_spike(3.05, calm)
@@ -194,7 +188,7 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history() -> None:
     assert len(state_module.extend(calm * 4, 3.0)) == state_module.WINDOW
 
 
-def test_states_of_before_the_guards_still_load() -> None:
+def test_states_of_before_the_guards_still_load():
     values = json.loads(json.dumps(TrainState(step=3).to_dict()))
     file = JsonFile(Path("state.json"), CheckpointError)
     for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
@@ -203,7 +197,7 @@ def test_states_of_before_the_guards_still_load() -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 13, 31])
-def test_one_flipped_bit_changes_a_checksum(bit: int) -> None:
+def test_one_flipped_bit_changes_a_checksum(bit):
     values = torch.randn(33, 7)
     before = ranks.checksum(values)
     bits = values.view(torch.int32)
@@ -211,7 +205,7 @@ def test_one_flipped_bit_changes_a_checksum(bit: int) -> None:
     assert ranks.checksum(values) != before
 
 
-def test_drift_names_the_parameter_and_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_names_the_parameter_and_the_processes(monkeypatch):
     model, runtime = torch.nn.Linear(2, 2), Runtime()
     ranks.check_drift(model, runtime, 7)
     runtime.is_distributed = True
@@ -221,7 +215,7 @@ def test_drift_names_the_parameter_and_the_processes(monkeypatch: pytest.MonkeyP
     assert caught.value.exit_code == 1
 
 
-def test_data_read_again_after_a_rewind_is_verified_again(tmp_path: Path) -> None:
+def test_data_read_again_after_a_rewind_is_verified_again(tmp_path):
     """A rewind closes the reader and opens it at another place: it must neither wait forever nor trust blindly."""
     from gpt2lab.data.shards import Shard
     from gpt2lab.data.windows import Verifier
@@ -244,9 +238,7 @@ def test_data_read_again_after_a_rewind_is_verified_again(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("soon")
-def test_rewound_and_skipped_steps_replay_as_they_went(
-    run: Run, spoil: Callable[..., None]
-) -> None:
+def test_rewound_and_skipped_steps_replay_as_they_went(run, spoil):
     """Step 10 follows step 9, but not its samples; step 14, of the samples from 128 on, is skipped."""
     spoil(50.0, 12)
     run.train("--max_steps=13", "--on_spike=rewind")

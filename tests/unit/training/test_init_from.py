@@ -25,7 +25,7 @@ from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with data, the run `base` of four steps, and a Hugging Face GPT-2 `hf`; treat as read-only."""
     folder = tmp_path_factory.mktemp("init_from")
     write_shards(folder / "data", train=(2000,), val=(650,))
@@ -65,7 +65,7 @@ def rejection(folder: Path, runs: Path, *more: str) -> str:
     return str(caught.value)
 
 
-def test_a_run_begins_where_another_ended(folder: Path, tmp_path: Path) -> None:
+def test_a_run_begins_where_another_ended(folder, tmp_path):
     """Weights and architecture come; optimizer, step count, data position and schedule do not."""
     source = folder / "runs" / "base"
     run = train(folder, tmp_path, "new", f"--init_from={source}")
@@ -92,7 +92,7 @@ def test_a_run_begins_where_another_ended(folder: Path, tmp_path: Path) -> None:
     assert first_loss(again) == ended, "the seed decides data order, not these weights"
 
 
-def test_a_hugging_face_folder_gives_its_weights_and_shape(folder: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_gives_its_weights_and_shape(folder, tmp_path):
     hf = folder / "hf"
     run = train(folder, tmp_path, "new", f"--init_from={hf}", "--dropout=0.1", batch=96)
     config = json.loads((run / "config.json").read_text())
@@ -109,9 +109,7 @@ def test_a_hugging_face_folder_gives_its_weights_and_shape(folder: Path, tmp_pat
     assert first_loss(run) == pytest.approx(float(loss), rel=1e-4)
 
 
-def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(folder, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folder / "hf", source)
     begin = f"--init_from={source}"
@@ -125,7 +123,7 @@ def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(
     assert facts[0]["initial_weights"] == facts[1]["initial_weights"] is not None
 
 
-def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path) -> None:
+def test_a_resume_cannot_be_given_another_beginning(folder, tmp_path):
     shutil.copytree(folder / "runs" / "base", tmp_path / "runs" / "base")
     command = parse(
         flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
@@ -136,7 +134,7 @@ def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path
         resolve(command, world_size=1, set_aside=False)
 
 
-def test_auto_begins_from_the_source_once(folder: Path, tmp_path: Path) -> None:
+def test_auto_begins_from_the_source_once(folder, tmp_path):
     more = (f"--init_from={folder / 'hf'}", "--resume=auto")
     run = train(folder, tmp_path, "new", *more, "--stop_after_steps=2", batch=96)
     train(folder, tmp_path, "new", *more, batch=96)
@@ -144,7 +142,7 @@ def test_auto_begins_from_the_source_once(folder: Path, tmp_path: Path) -> None:
     assert len(launch.events(run, "resume")) == 1
 
 
-def test_a_shorter_context_keeps_the_first_positions(folder: Path, tmp_path: Path) -> None:
+def test_a_shorter_context_keeps_the_first_positions(folder, tmp_path):
     begin = (f"--init_from={folder / 'hf'}", "--context_length=8", "--max_lr=1e-30")
     run = train(folder, tmp_path, "new", *begin, "--weight_decay=0", batch=64)
     found = safetensors.torch.load_file(run / "step_00000004" / "model.safetensors")
@@ -156,23 +154,17 @@ def test_a_shorter_context_keeps_the_first_positions(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
-        ("--n_layer=3", "n_layer 3 does not fit .* which has 1; leave out --n_layer"),
-        ("--n_head=4", "n_head 4 does not fit"),
-        ("--vocab_size=50304", "vocab_size 50304 does not fit .* which has 300"),
-        ("--context_length=32", "context_length 32 does not fit .* at most 24"),
-        ("--model=gpt2-nano", "n_layer 2 does not fit .* leave out --model"),
+        *(("--n_layer=3", "n_layer 3 .* 1;"), ("--n_head=4", "n_head 4")),
+        *(("--vocab_size=50304", "vocab_size 50304 .* 300"), ("--model=gpt2-nano", "n_layer 2")),
+        ("--context_length=32", "context_length 32 .* 24"),
     ],
 )
-def test_another_architecture_is_rejected(
-    typed: str, problem: str, folder: Path, tmp_path: Path
-) -> None:
+def test_another_architecture_is_rejected(typed, problem, folder, tmp_path):
     line = rejection(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed)
     assert re.search(problem, line), line
 
 
-def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(folder, tmp_path):
     assert "no such folder" in rejection(folder, tmp_path / "runs", "--init_from=no/such/run")
     shutil.copytree(folder / "hf", tmp_path / "hf")
     weights = tmp_path / "hf" / "model.safetensors"
@@ -184,8 +176,8 @@ def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(
 
 
 def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     asked = []
 
     def download(name: str, **_: Any) -> str:
@@ -209,12 +201,9 @@ def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used
     (tmp_path / "gpt2-medium").mkdir()  # a folder of this name is not what hf: means
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    command = parse(
-        [
-            *flags(folder, tmp_path / "runs", "new")[:-1],  # without its --max_lr
-            *("--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"),
-        ]
-    )
+    words = flags(folder, tmp_path / "runs", "new")[:-1]  # without its --max_lr
+    words += ["--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"]
+    command = parse(words)
     start = resolve(command, world_size=1, set_aside=False)
     assert asked == ["gpt2-medium"]
     assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
@@ -223,7 +212,7 @@ def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used
 
 
 @pytest.mark.slow
-def test_two_processes_begin_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_begin_with_the_same_weights(folder, tmp_path):
     """The worker compares the weights of all ranks after every step."""
     alone = train(folder, tmp_path, "one", f"--init_from={folder / 'hf'}", batch=96)
     more = ("--total_batch_size=96", f"--init_from={folder / 'hf'}")

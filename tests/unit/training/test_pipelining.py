@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2lab.training.control
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 import launch
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
@@ -41,36 +41,29 @@ from whole_run import Run
 S = 8  # windows a step
 TIMES = {
     *("time", "seconds", "step_seconds", "tokens_per_second", "data_wait_seconds", "cpu_seconds"),
-    *(
-        "stall_seconds",
-        "peak_memory_bytes",
-        "elapsed_seconds",
-        "remaining_seconds",
-        "created",
-        "path",
-    ),
-    *("on_track", "checkpoint", "bytes"),
+    *("stall_seconds", "peak_memory_bytes", "elapsed_seconds", "remaining_seconds", "created"),
+    *("path", "on_track", "checkpoint", "bytes"),
 }
 OnStep = Callable[[int], None]
 
 
 @pytest.fixture
-def on_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[OnStep], None]:
+def on_steps(monkeypatch) -> Callable[[OnStep], None]:
     """Return a function that has something called with each step's number before the step is launched."""
-    plain = gpt2lab.training.trainer.train_step
+    plain = gpt2lab.training.steps.train_step
 
     def hook(act: OnStep) -> None:
         def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             act(batch.first_sample // S + 1)
             return plain(model, optimizers, batch, *args, **kwargs)
 
-        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
 
     return hook
 
 
 @pytest.fixture
-def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OnStep]:
+def spoil(monkeypatch) -> Callable[..., OnStep]:
     """Return a function that makes what multiplies the loss of some steps by NaN."""
     plain, now = GPT.forward, [1.0]
     monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * now[0])
@@ -124,26 +117,16 @@ def _facts(run: Run) -> dict[str, Any]:
         hashes = [files[name]["sha256"] for name in ("model.safetensors", "optim.safetensors")]
         states[step] = (content, info.kind, hashes)
     status = {key: run.status()[key] for key in ("state", "step", "exit_code")}
-    return {
-        "events": events,
-        "checkpoints": states,
-        "labels": run.labels(),
-        "status": status,
-    }
+    return {"events": events, "checkpoints": states, "labels": run.labels(), "status": status}
 
 
 @pytest.fixture
-def both(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
+def both(tiny_data, tmp_path, monkeypatch) -> Both:
     monkeypatch.setattr(gpt2lab.training.control, "_LOOK_EVERY", 0.0)
     return Both(tiny_data, tmp_path, monkeypatch)
 
 
-# -- the same run -------------------------------------------------------------------------------------------------
-
-
-def test_log_and_checkpoints_are_those_of_steps_one_by_one(
-    both: Both, on_steps: Callable[[OnStep], None], spoil: Callable[..., OnStep]
-) -> None:
+def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil):
     """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
 
     NorMuon trains the blocks' matrices, AdamW the rest.
@@ -160,9 +143,7 @@ def test_log_and_checkpoints_are_those_of_steps_one_by_one(
     assert "steps          pipelined" in (pipelined.path / "log.txt").read_text()
 
 
-def test_four_bad_updates_in_a_row_end_it_at_the_same_step(
-    both: Both, on_steps: Callable[[OnStep], None], spoil: Callable[..., OnStep]
-) -> None:
+def test_four_bad_updates_in_a_row_end_it_at_the_same_step(both, on_steps, spoil):
     bad, launched = spoil(3, 5, 6, 7, 8), []
     on_steps(lambda number: (launched.append(number), bad(number))[1])
     both.train("--max_steps=20", "--eval_freq=0", "--checkpoint_freq=3")
@@ -171,9 +152,7 @@ def test_four_bad_updates_in_a_row_end_it_at_the_same_step(
     assert launched == [*range(1, 9)] * 2, "nothing is launched after the fourth"
 
 
-def test_requests_save_and_stop_at_the_same_step(
-    both: Both, on_steps: Callable[[OnStep], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_save_and_stop_at_the_same_step(both, on_steps, monkeypatch):
     heard, plain = threading.Event(), Signals._count
     monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
 
@@ -198,8 +177,8 @@ def test_requests_save_and_stop_at_the_same_step(
 
 
 def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
-    both: Both, on_steps: Callable[[OnStep], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    both, on_steps, monkeypatch
+):
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     heard, plain, written = threading.Event(), Signals._count, []
     monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
@@ -242,7 +221,7 @@ def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
-def test_two_ranks_decide_alike(both: Both, parallel: str) -> None:
+def test_two_ranks_decide_alike(both, parallel):
     """Also where one of them alone has a gradient that is not finite."""
     for run, pipelined in zip(both.runs, "01", strict=True):
         flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4"]
@@ -260,9 +239,6 @@ def test_two_ranks_decide_alike(both: Both, parallel: str) -> None:
     assert [e["step"] for e in both.runs[1].events("step") if not e["updated"]] == [7]
 
 
-# -- nothing waits ------------------------------------------------------------------------------------------------
-
-
 class Reads(TorchDispatchMode):
     """Notes the numbers that python asks tensors for: each waits for a GPU's queue, up to where it was computed."""
 
@@ -277,12 +253,7 @@ class Reads(TorchDispatchMode):
         return result
 
 
-def test_a_loss_is_read_after_the_next_step_is_launched(
-    tiny_data: Path,
-    tmp_path: Path,
-    on_steps: Callable[[OnStep], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_is_read_after_the_next_step_is_launched(tiny_data, tmp_path, on_steps, monkeypatch):
     monkeypatch.setattr(Runtime, "runs_ahead", True, raising=False)
     reads, run = Reads(), Run(tiny_data, tmp_path)
     on_steps(lambda number: reads.order.append(f"launch {number}"))
@@ -305,10 +276,7 @@ def test_a_loss_is_read_after_the_next_step_is_launched(
     assert between == seen[seen.index("launch 7") : seen.index("launch 12")], "and no other number"
 
 
-# -- who decides --------------------------------------------------------------------------------------------------
-
-
-def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step() -> None:
+def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step():
     parameter = torch.nn.Parameter(torch.ones(5))
     module = torch.nn.ParameterList([parameter])
     [optimizer] = build_optimizers(module, OptimConfig(), device=torch.device("cpu"))
@@ -334,9 +302,7 @@ def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step(
         (Config(log=LogConfig(histogram_freq=5)), "histograms of gradients"),
     ],
 )
-def test_the_host_decides_where_the_device_cannot(
-    config: Config, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_decides_where_the_device_cannot(config, reason, monkeypatch):
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Module()])})
     model["blocks"][0].c_fc = torch.nn.Linear(2, 2)  # type: ignore[index]
     optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
@@ -345,16 +311,13 @@ def test_the_host_decides_where_the_device_cannot(
     assert why_host_decides(config, optimizers, Runtime()) == reason
 
 
-def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch):
     monkeypatch.setattr(Runtime, "runs_ahead", True)
     parameters = [torch.nn.Parameter(torch.ones(2))]
     assert why_host_decides(Config(), [AdamW(parameters, fused=True)], Runtime()) is None
     for unable in (AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)):
         reason = f"{type(unable).__name__} cannot reject updates on the device"
         assert why_host_decides(Config(), [unable], Runtime()) == reason
-
-
-# -- a device that hangs ------------------------------------------------------------------------------------------
 
 
 class Never(Mark):
@@ -372,7 +335,7 @@ class Never(Mark):
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def one_by_one(tiny_data, tmp_path_factory) -> Run:
     run = Run(tiny_data, tmp_path_factory.mktemp("one_by_one"))
     run.train("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=1", "--keep_checkpoints=9")
     return run
@@ -388,16 +351,8 @@ def one_by_one(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     ],
 )
 def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
-    hangs: str,
-    error_at: int | None,
-    saved: int | None,
-    logged: int,
-    one_by_one: Run,
-    tiny_data: Path,
-    tmp_path: Path,
-    on_steps: Callable[[OnStep], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    hangs, error_at, saved, logged, one_by_one, tiny_data, tmp_path, on_steps, monkeypatch
+):
     now, hung = [0], threading.Event()
     plain_update, plain_send, plain_fit = AdamW.step, Strategy.send_to_host, Trainer.fit
 
@@ -445,7 +400,7 @@ def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
     assert order.index(("step", saved)) < order.index(("checkpoint", saved))
 
 
-def test_a_stop_of_pipelined_steps_is_given_one_step_more() -> None:
+def test_a_stop_of_pipelined_steps_is_given_one_step_more():
     progress = Progress(last_step=9, frequencies={"checkpoint": 0})
     for _ in range(5):
         progress.record_step(2.0)

@@ -24,20 +24,12 @@ from tiny import parse
 from whole_run import Run
 
 Usage = namedtuple("Usage", "total used free")
-NAMES = [
-    "settings",
-    "note",
-    "disk",
-    "memory",
-    "data",
-    "step",
-    "clock",
-    "grace",
-]  # note: no shards.json
+# note: no shards.json
+NAMES = ["settings", "note", "disk", "memory", "data", "step", "clock", "grace"]
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
+def run(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path / "runs", "--max_steps=20", "--eval_freq=0")
 
 
@@ -56,7 +48,7 @@ def failures(told: dict[str, Any]) -> dict[str, str]:
     return {c["name"]: c["detail"] for c in told["checks"] if c["result"] == "failed"}
 
 
-def test_the_command_says_go_and_writes_nothing(run: Run) -> None:
+def test_the_command_says_go_and_writes_nothing(run):
     done = launch.call(launch.TRAIN, *run.flags, "--preflight")
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
@@ -69,7 +61,7 @@ def test_the_command_says_go_and_writes_nothing(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_time_the_network_and_name_torchruns_command(run: Run) -> None:
+def test_two_processes_time_the_network_and_name_torchruns_command(run):
     done = launch.train([*run.flags, "--preflight", "--json"], world=2)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -85,9 +77,7 @@ def test_two_processes_time_the_network_and_name_torchruns_command(run: Run) -> 
     assert not run.path.parent.exists()
 
 
-def test_a_resume_is_tried_with_its_checkpoint(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_is_tried_with_its_checkpoint(run, capsys, monkeypatch):
     run.train("--stop_after_steps=4")
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     code, told = ask(run, capsys, monkeypatch, "--resume=latest")
@@ -101,9 +91,7 @@ def test_a_resume_is_tried_with_its_checkpoint(
     assert "another architecture" in failures(told)["settings"]
 
 
-def test_too_little_disk_is_a_no_go(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_a_no_go(run, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 1_000_000))
     code, told = ask(run, capsys, monkeypatch)
     assert code == 1
@@ -113,48 +101,24 @@ def test_too_little_disk_is_a_no_go(
     assert "need 1.64 MB, 1 MB free; lower --keep_checkpoints" in detail
 
 
-def test_a_damaged_manifest_of_the_data_is_a_no_go(
-    prepared: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("damaged", ["shards.json", "tiny_train_000000.npy"])
+def test_damaged_data_are_a_no_go(damaged, prepared, tmp_path, capsys, monkeypatch):
+    """Of a shard, where the first batch reads it."""
     run = Run(prepared, tmp_path / "runs", "--max_steps=5", "--vocab_size=50304")
     assert ask(run, capsys, monkeypatch)[0] == 0
-    manifest = prepared / "shards.json"
-    manifest.write_text(manifest.read_text().replace('"tokens": ', '"tokens": 1', 1))
+    content = bytearray((prepared / damaged).read_bytes())
+    content[-30] ^= 1
+    (prepared / damaged).write_bytes(content)
     code, told = ask(run, capsys, monkeypatch)
     assert code == 1
-    assert "shards.json" in failures(told)["data"]
+    assert damaged in failures(told)["data"]
 
 
-def test_a_damaged_shard_that_the_first_batch_reads_is_a_no_go(
-    prepared: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(prepared, tmp_path / "runs", "--max_steps=5", "--vocab_size=50304")
-    [shard] = prepared.glob("*_train_*.npy")
-    content = bytearray(shard.read_bytes())
-    content[-2] ^= 1
-    shard.write_bytes(content)
-    code, told = ask(run, capsys, monkeypatch)
-    assert code == 1
-    assert shard.name in failures(told)["data"]
-
-
-def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(run, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**18, 0, 10**18))
     monkeypatch.setattr(trials, "DISK_BYTES", 10**6)
     monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
-    large = (
-        "--n_layer=96",
-        "--n_head=96",
-        "--n_embd=12288",
-    )  # GPT-3: 2.8 TB for weights and moments
+    large = ("--n_layer=96", "--n_head=96", "--n_embd=12288")  # GPT-3: 2.8 TB
     code, told = ask(run, capsys, monkeypatch, *large)
     assert code == 1
     assert list(failures(told)) == ["memory"]
@@ -162,9 +126,7 @@ def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(
     assert told["checks"][-1]["name"] == "memory"
 
 
-def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path, monkeypatch):
     row = "0, A New GPU, 20000, 10000, 0, 600.1, 13.0, [N/A], [N/A], [N/A], GPU-1"
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{row}'\n")
@@ -180,8 +142,8 @@ def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(
 
 
 def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, capsys, monkeypatch
+):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
     code, told = ask(run, capsys, monkeypatch)
@@ -193,9 +155,7 @@ def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
     assert words[place + 2] == "src/train.py"
 
 
-def test_a_disk_that_returns_other_bytes_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
     assert trials.try_disk(tmp_path, 1_000_001).intact
     real = os.fsync
 
@@ -213,16 +173,9 @@ def test_a_disk_that_returns_other_bytes_is_seen(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--preflight", "--dry_run"),
-        ("--preflight", "--fit_schedule"),
-        ("--preflight", "--mini_batch_size=auto"),
-    ],
-)
-def test_what_does_not_go_together_is_rejected(run: Run, flags: tuple[str, ...]) -> None:
-    done = launch.call(launch.TRAIN, *run.flags, *flags)
+@pytest.mark.parametrize("flag", ["--dry_run", "--fit_schedule", "--mini_batch_size=auto"])
+def test_what_does_not_go_together_is_rejected(run, flag):
+    done = launch.call(launch.TRAIN, *run.flags, "--preflight", flag)
     assert done.returncode == 2
     assert "--preflight" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -237,9 +190,7 @@ def test_what_does_not_go_together_is_rejected(run: Run, flags: tuple[str, ...])
         (["PACKAGE/train.py", "--preflight", "--json"], ["TRAIN"]),
     ],
 )
-def test_the_command_after_go_starts_the_trainer(
-    typed: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_after_go_starts_the_trainer(typed, command, monkeypatch):
     """As the program or module that was typed; the verb preflight becomes train."""
     package = str(Path(paths.__file__).parent)
     monkeypatch.setattr("sys.argv", [word.replace("PACKAGE", package) for word in typed])

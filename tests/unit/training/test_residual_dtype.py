@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from whole_run import Run
 
 
 @pytest.fixture(scope="module")
-def in_bf16(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def in_bf16(tiny_data, tmp_path_factory) -> Run:
     """Return a run whose stream is bf16, with the checkpoints of steps 2 and 4."""
     run = Run(tiny_data, tmp_path_factory.mktemp("residual"), "--eval_freq=2")
     with pytest.MonkeyPatch.context() as patch:
@@ -22,9 +21,7 @@ def in_bf16(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_evaluate_repeats_the_numbers_of_a_bf16_stream_on_a_cpu(
-    in_bf16: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_repeats_the_numbers_of_a_bf16_stream_on_a_cpu(in_bf16, monkeypatch):
     monkeypatch.setattr(runtime, "native_bf16", lambda device: True)
     checkpoint = in_bf16.checkpoints()[2]
     found = evaluate(Evaluate(target=str(checkpoint.path), device="cpu"))
@@ -32,14 +29,14 @@ def test_evaluate_repeats_the_numbers_of_a_bf16_stream_on_a_cpu(
     assert found["val_loss"] == checkpoint.val_loss
 
 
-def test_a_run_goes_on_in_fp32_where_there_is_no_bf16(in_bf16: Run) -> None:
+def test_a_run_goes_on_in_fp32_where_there_is_no_bf16(in_bf16):
     """The stream's setting has no meaning there, so that it asks for nothing, and is kept."""
     in_bf16.train("--resume=2", "--dtype=fp32", "--allow_change=dtype", "--max_steps=4")
     config = in_bf16.checkpoints()[4].config()
     assert (config.system.dtype, config.system.residual_dtype) == ("fp32", "bf16")
 
 
-def test_a_checkpoint_without_the_setting_had_an_fp32_stream(in_bf16: Run) -> None:
+def test_a_checkpoint_without_the_setting_had_an_fp32_stream(in_bf16):
     """By `auto` a resume on a GPU would change it without a word."""
     info = in_bf16.checkpoints()[2]
     config = {k: v for k, v in info.manifest["config"].items() if k != "residual_dtype"}

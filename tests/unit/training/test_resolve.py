@@ -1,20 +1,18 @@
-"""A start is resolved once: one parse, one order of each split, one reading of the checkpoint."""
+"""A start is resolved once: one order of each split, one reading of the checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands import command_line
 from gpt2lab.config.settings import record
 from gpt2lab.data.order import Order
 from gpt2lab.training.resolve import resolve
-from tiny import parse, pretrain, resolved
+from tiny import parse, pretrain
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
@@ -30,31 +28,22 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
     return calls
 
 
-def test_a_training_run_parses_once_and_builds_one_order_per_split(
-    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parses = count_calls(monkeypatch, command_line, "read_words")
+def test_a_training_run_builds_one_order_per_split(tiny_flags, monkeypatch):
     orders = count_calls(monkeypatch, Order, "__init__")
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    assert len(parses) == 1
     assert len(orders) == 2
 
 
-def test_a_resume_with_a_preset_hashes_the_checkpoint_once(
-    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_with_a_preset_hashes_the_checkpoint_once(tiny_flags, tmp_path, monkeypatch):
     pretrain(parse([*tiny_flags, "--max_steps=4", "--stop_after_steps=2"]))
     hashed = count_calls(monkeypatch, manifest, "verify")
-    parses = count_calls(monkeypatch, command_line, "read_words")
-    start = resolved([*tiny_flags, "--resume=latest", "--preset=1x4090"])
+    command = parse([*tiny_flags, "--resume=latest", "--preset=1x4090"])
+    start = resolve(command, world_size=1, set_aside=False)
     assert start.checkpoint is not None
     assert hashed == [tmp_path / "runs" / "tiny" / "step_00000002"]
-    assert len(parses) == 1
 
 
-def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(tiny_data, tmp_path):
     """As where the file's length is in steps; one that somebody chose stays, and so does that of the same length."""
     flags = ["--context_length=16", "--total_batch_size=64", "--mini_batch_size=2"]
     flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--vocab_size=256"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,7 @@ def edit(run: Run, step: int, **values: Any) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def test_both_the_last_and_the_replayed_batch_are_compared(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, capsys):
     crash_after(run, 5, monkeypatch)
     run.train(*COMMON, "--resume=3")
     [event] = run.events("resume")
@@ -54,9 +51,7 @@ def test_both_the_last_and_the_replayed_batch_are_compared(
     assert "resumed from step 3 (bit-identical)" in said
 
 
-def test_what_was_changed_is_not_called_unlogged(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
     run.train(*COMMON, "--stop_after_steps=3")
     capsys.readouterr()
     run.train("--resume=3", "--max_lr=1e-4", "--allow_change=max_lr", "--stop_after_steps=4")
@@ -81,12 +76,8 @@ def test_what_was_changed_is_not_called_unlogged(
     ],
 )
 def test_a_difference_is_rejected_before_anything_is_written(
-    step: int,
-    values: dict[str, Any],
-    message: str,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    step, values, message, run, monkeypatch
+):
     crash_after(run, 5, monkeypatch)
     edit(run, step, **values)
     before = run.listing()
@@ -101,9 +92,7 @@ def test_a_difference_is_rejected_before_anything_is_written(
     }
 
 
-def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(run, monkeypatch):
     crash_after(run, 5, monkeypatch)
     [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
     edit(run, 3, lr=math.nextafter(lr, 1))
@@ -112,9 +101,7 @@ def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(
     assert "learning rate of step 3" in str(run.rejected(*COMMON, "--resume=3"))
 
 
-def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(tmp_path, monkeypatch):
     """Foreign shards have no hashes: their fingerprint is names and sizes, and stays the same."""
     data = write_shards(tmp_path / "data", train=(1003, 777), val=(650,))
     run = Run(data, tmp_path)
@@ -124,9 +111,7 @@ def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(
     assert "would read another batch" in str(run.rejected(*COMMON, "--resume=latest"))
 
 
-def test_a_line_that_took_other_data_on_purpose_is_no_evidence(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_took_other_data_on_purpose_is_no_evidence(run, tmp_path, monkeypatch):
     crash_after(run, 5, monkeypatch)
     other = write_shards(tmp_path / "other", train=(900, 1200), val=(650,))
     changed = (f"--data_dir={other}", "--allow_change=data")
@@ -135,7 +120,7 @@ def test_a_line_that_took_other_data_on_purpose_is_no_evidence(
     assert run.events("resume")[-1]["verified_batches"] == [3]
 
 
-def test_a_changed_rate_is_not_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_rate_is_not_compared(run, monkeypatch):
     crash_after(run, 5, monkeypatch)
     run.train(*COMMON, "--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     [event] = run.events("resume")
@@ -143,9 +128,7 @@ def test_a_changed_rate_is_not_compared(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("on_gpu", ["before", "now"])
-def test_a_run_goes_on_on_another_kind_of_device(
-    on_gpu: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_on_another_kind_of_device(on_gpu, run, monkeypatch):
     """One side has a GPU's generator, played by a state of that name, and the other has none to compare it with."""
     capture = rng.capture
 
@@ -168,9 +151,7 @@ def test_a_run_goes_on_on_another_kind_of_device(
         ({"torch": None}, ["torch None -> "]),
     ],
 )
-def test_another_system_than_the_checkpoints_is_a_warning(
-    run: Run, values: dict[str, Any], said: list[str]
-) -> None:
+def test_another_system_than_the_checkpoints_is_a_warning(run, values, said):
     """Also where somebody edited the manifest and made its hash anew."""
     run.train(*COMMON, "--stop_after_steps=3")
     path = run.path / folder_name(3) / "manifest.json"

@@ -37,7 +37,7 @@ TUNING = TuningConfig(lora_r=4, lora_alpha=8.0, lora_targets="attn.c_attn,c_fc,c
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with a model, pairs, and the run `lora`; treat as read-only."""
     folder = tmp_path_factory.mktemp("lora")
     write_model(folder / "hf")
@@ -51,7 +51,7 @@ def load(folder: Path, name: str = "hf") -> GPT:
     return load_weights(target)
 
 
-def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder: Path) -> None:
+def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder):
     model, ids = load(folder), torch.arange(30).view(2, 15)
     before = model(ids)
     add_lora(model, TUNING)
@@ -75,7 +75,7 @@ def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder: Path) -> 
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_adapters_depend_on_the_seed_alone(folder: Path) -> None:
+def test_adapters_depend_on_the_seed_alone(folder):
     def drawn(seed: int) -> torch.Tensor:
         model = load(folder)
         add_lora(model, TUNING)
@@ -87,7 +87,7 @@ def test_adapters_depend_on_the_seed_alone(folder: Path) -> None:
     assert not torch.equal(drawn(1), drawn(2))
 
 
-def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder: Path) -> None:
+def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder):
     run = folder / "runs" / "lora"
     evals = launch.events(run, "eval")
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.01
@@ -103,7 +103,7 @@ def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder
     assert told in (run / "log.txt").read_text()
 
 
-def test_the_commands_see_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+def test_the_commands_see_the_merged_weights(folder, tmp_path):
     """Evaluation, sample and export of a run with adapters; the export is compared with transformers by the command."""
     logged = launch.events(folder / "runs" / "lora", "eval")[-1]
     answer = ask("evaluate.py", "lora", "--json", folder=folder)
@@ -123,7 +123,7 @@ def test_the_commands_see_the_merged_weights(folder: Path, tmp_path: Path) -> No
         )
 
 
-def test_another_rank_is_another_architecture(folder: Path) -> None:
+def test_another_rank_is_another_architecture(folder):
     flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=lora", "--resume=latest"]
     with pytest.raises(
         ConfigError, match="cannot continue with another architecture: lora_r 2 -> 4"
@@ -151,7 +151,7 @@ def batches(folder: Path, steps: int) -> list[GlobalBatch]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
-def test_losses_are_those_of_peft(folder: Path) -> None:
+def test_losses_are_those_of_peft(folder):
     """20 steps in fp32: same base, same A and B, same batches; peft's model under torch's AdamW."""
     peft = pytest.importorskip("peft", reason="peft is not installed (requirements-dev.txt)")
     from transformers import GPT2LMHeadModel

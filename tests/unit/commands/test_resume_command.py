@@ -1,0 +1,119 @@
+"""gpt2lab runs resume-command: the command line, script or job that continues a run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from gpt2lab.commands import resume_command
+from gpt2lab.commands.resume_command import plan_continuation, write
+from gpt2lab.errors import ConfigError, GPT2LabError
+from launch import call
+from stopped_run import stopped_and_resumed
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
+
+
+def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
+    more = ["--max_steps", "14", "--allow_change", "max_steps"]
+    by_name = ["r", "--checkpoint_dir", run_dir.parent]
+    code, command, notes = call("runs resume-command", *by_name, *more)
+    assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
+    python, program, *argv = shlex.split(command)
+    assert Path(shutil.which(python) or "").absolute() == Path(sys.executable)
+    done = call(program, *argv)
+    assert done.returncode == 0, done.stderr
+    assert max(launch.steps(run_dir)) == 14
+
+
+def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir: Path) -> None:
+    for output, file in (("k8s", "kubernetes"), ("sky", "skypilot")):
+        with pytest.raises(ConfigError, match=f"here it is examples/{file}.yaml"):
+            resume_command.main([str(run_dir), f"--output={output}"])
+
+
+def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
+    found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
+    assert found.start.checkpoint is not None
+    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
+        8,
+        12,
+        2,
+    )
+    command = write(found, output="command")
+    assert "torchrun --standalone --nproc_per_node=2" in command
+    assert "--resume 8 --run_name r" in command
+    with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
+        write(found, output="slurm")  # it is started again: each time from the same step
+    found = plan_continuation(str(run_dir), num_gpus=2, argv=[])
+    for output in ("script", "slurm"):
+        text = write(found, output=output)
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+        assert shlex.join(found.job.words) in text
+    assert "--gpus" not in text, "the run was trained on a CPU"
+    on_gpus = plan_continuation(str(run_dir), num_gpus=None, argv=[], nodes=2, gpus=1)
+    text = write(on_gpus, output="slurm")
+    for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
+        assert part in text
+
+
+@pytest.mark.slow
+def test_a_script_goes_on_in_the_folder_where_it_was_made(
+    run_dir: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "my place"
+    here.mkdir()
+    (here / "data").symlink_to(tiny_data)
+    python = here / "my env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "executable", str(python))
+    argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
+    text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
+    done = subprocess.run(
+        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=launch.HANG_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(launch.steps(run_dir)) == 13
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_gpus", "message"),
+    [
+        (["--max_lr", "1e-3"], 1, "max_lr 0.0006 -> 0.001"),
+        (["--n_layer", "3"], 1, "another architecture"),
+        ([], 3, "total_batch_size"),
+        (["--no_such_flag", "1"], 1, "unknown flag"),
+    ],
+)
+def test_what_the_trainer_would_reject_is_rejected_now(
+    run_dir: Path, argv: list[str], num_gpus: int, message: str
+) -> None:
+    before = sorted(os.listdir(run_dir))
+    with pytest.raises(GPT2LabError, match=message):
+        plan_continuation(str(run_dir), num_gpus=num_gpus, argv=argv)
+    assert sorted(os.listdir(run_dir)) == before
+
+
+def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path: Path) -> None:
+    with pytest.raises(GPT2LabError, match="no valid checkpoint"):
+        plan_continuation(str(tmp_path), num_gpus=None, argv=[])
+    with pytest.raises(ConfigError, match="no run of this name"):
+        plan_continuation("nowhere", num_gpus=None, argv=[])

@@ -1,0 +1,87 @@
+"""Imported token files: their tokenizers, and manifests of them that somebody edited."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpora import TEXTS
+from edited_manifests import assert_edits_are_one_line_or_open
+from gpt2lab.data.shards import open_data
+from gpt2lab.data.verify import measure
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
+from gpt2lab.tokenizers.huggingface import train_bpe
+from gpt2lab.tokenizers.plain import CharactersTokenizer
+
+TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
+
+
+def _llmc_elsewhere(folder: Path) -> None:
+    files = folder.with_name("files")
+    files.mkdir()
+    for split in ("train", "val"):
+        head = struct.pack("<256i", 20240520, 1, 300, *[0] * 253)
+        (files / f"x_{split}.bin").write_bytes(head + np.arange(300, dtype="<u2").tobytes())
+    import_folder(files, out=folder)
+
+
+def _datatrove(folder: Path) -> None:
+    folder.mkdir()
+    for split in ("train", "val"):
+        (folder / f"{split}.ds").write_bytes(np.arange(300, dtype="<u4").tobytes())
+        (folder / f"{split}.ds.index").write_bytes(struct.pack("<3Q", 90, 100, 300))
+    import_folder(folder, ImportOptions(tokenizer="gpt2"))
+
+
+@pytest.mark.parametrize("make", [_llmc_elsewhere, _datatrove])
+def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path, make):
+    make(tmp_path / "data")
+    assert_edits_are_one_line_or_open(tmp_path / "data")
+
+
+def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path):
+    characters = "\n abcdef"
+    ids = np.arange(4000) % len(characters)
+    for name in ("train", "val"):
+        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    meta = {
+        "vocab_size": 8,
+        "itos": dict(enumerate(characters)),
+        "stoi": {c: i for i, c in enumerate(characters)},
+    }
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    import_folder(tmp_path)
+    data = open_data(tmp_path, vocab_size=128)
+    assert data.tokenizer == CharactersTokenizer(characters)
+    assert measure(tmp_path)["val"].text_bytes == 4000
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere):
+    (tmp_path / "t").mkdir()
+    tokenizer = train_bpe(TEXT, 300)
+    for name, content in tokenizer.files.items():
+        (tmp_path / "t" / name).write_bytes(content)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for split in ("train", "val"):
+        ids = [id for text in TEXT for id in (tokenizer.end_of_text, *tokenizer.encode(text))]
+        np.save(folder / f"x_{split}_000000.npy", np.array(ids, np.uint16))
+    out = tmp_path / "out" if elsewhere else None
+    import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), out)
+    data = open_data(out or folder, vocab_size=384)
+    assert data.tokenizer == tokenizer
+    assert data.end_of_text.id == tokenizer.end_of_text
+    facts = measure(out or folder)["val"]
+    assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
+    assert len(facts.lengths) == len(TEXT)
+    with pytest.raises(DataError, match="bytes's end at 256"):
+        import_folder(folder, ImportOptions(tokenizer="bytes"), tmp_path / "other")
+    with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
+        import_folder(folder, ImportOptions(end_token="<end>"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,32 @@
+"""Flags of evaluate --tasks that are rejected before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.commands.evaluate import main
+from gpt2lab.errors import ConfigError
+from gpt2lab.interop import tasks as harness
+
+
+def test_flags_of_tasks_are_checked_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
+        main(["nobody", "--limit=3"])
+    with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):
+        main(["nobody", "--tasks=piqa", "--limit=0"])
+    real = importlib.util.find_spec
+    known = {"lm_eval": object()}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: known.get(name) or real(name))
+    with pytest.raises(ConfigError, match=r"^--tasks_path \S+: no such folder, or no task in it"):
+        harness.require_lm_eval(tmp_path)
+    known = {}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name)
+    )
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'gpt2lab\[lm-eval\]'$"):
+        harness.require_lm_eval(None)

@@ -1,0 +1,43 @@
+"""What replay makes of runs that are compiled by region, and of runs whose optimizer changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS
+from gpt2lab.lab.replay import open_replay
+from gpt2lab.lab.spike import contributions
+from gpt2lab.training.recipe import PRETRAINING
+
+
+@pytest.mark.slow
+def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(tiny_run, monkeypatch):
+    """The step is traced, for its micro-batch; a row alone would be traced as another shape."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    deep = {"n_layer": REGIONS_FROM_LAYERS, "n_embd": 16, "total_batch_size": 64, "max_steps": 4}
+    deep |= {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 2, "compile": "on"}
+    run = tiny_run(stop_after_steps=3, **deep)
+    traced = counters["stats"]["unique_graphs"]
+    replay = open_replay(run.path, PRETRAINING, first=3, last=3)
+    parts = contributions(replay)
+    replay.close()
+    logged = run.steps()[3]
+    assert sum(part.projection for part in parts) == pytest.approx(logged["grad_norm"], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] == traced == 3
+
+
+def test_a_step_after_a_change_of_optimizer_is_replayed(tiny_run):
+    run = tiny_run(
+        optimizer="muon", max_steps=8, stop_after_steps=4, eval_freq=0, checkpoint_freq=4
+    )
+    change = {"optimizer": "adamw", "max_lr": 6e-4, "allow_change": "optimizer"}
+    run.train("--resume=latest", **change)
+    again = open_replay(run.path, PRETRAINING, first=5, last=5)
+    again.take_until(5)
+    assert (again.from_step, again.departure) == (4, None)
+    again.close()

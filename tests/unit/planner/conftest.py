@@ -1,0 +1,14 @@
+"""What the tests of forecasts share."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpt2lab.planner import hardware
+
+
+@pytest.fixture
+def no_user_file(monkeypatch, tmp_path):
+    """Let the shipped table of hardware be all that is known."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    hardware.load.cache_clear()

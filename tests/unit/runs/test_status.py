@@ -1,0 +1,170 @@
+"""gpt2lab status, and names of runs: read from the files of a run while it trains or after it died."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from gpt2lab.checkpoint import catalog
+from gpt2lab.errors import ConfigError
+from gpt2lab.runs import history, overview
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.summary import print_checkpoints
+from gpt2lab.runs.target import find_folder
+from launch import call
+from stopped_run import stopped_and_resumed
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
+
+
+def test_a_name_means_the_same_run_to_every_command_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, here = tmp_path / "runs", tmp_path / "here"
+    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, meant in {
+        "r": runs / "r",  # not here/r
+        "r/step_00000002": runs / "r" / "step_00000002",
+        "./r": here / "r",
+        "../runs/r": here / ".." / "runs" / "r",
+        "~/runs/r": runs / "r",
+        "only_here": here / "only_here",
+        str(runs / "r"): runs / "r",
+    }.items():
+        assert history.find_run(name, checkpoint_dir=runs) == meant
+        assert find_folder(name, runs) == meant
+    assert find_folder("hf:r", runs) is None
+    assert find_folder("gpt2", runs) is None
+    with pytest.raises(ConfigError, match="no run of this name"):
+        history.find_run("gpt2", checkpoint_dir=runs)
+
+
+def rewrite_status(run_dir: Path, **values: object) -> None:
+    path = run_dir / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_status_of_a_complete_run(run_dir: Path) -> None:
+    status = overview.read_run(run_dir)
+    steps = launch.steps(run_dir)
+    assert (status.state, status.exit_code, status.problem) == ("completed", 0, None)
+    assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
+    assert status.loss == steps[12]["loss"]
+    assert status.heartbeat_seconds is not None
+    code, said, _ = call("status", "--checkpoint_dir", run_dir.parent)
+    assert code == 0
+    assert "completed  12/12" in said
+
+
+def test_a_run_whose_process_is_gone_is_not_called_running(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="running", exit_code=None)
+    assert overview.read_run(run_dir).state == "killed"
+    held = RunFolder(run_dir)
+    assert overview.read_run(run_dir).state == "running"
+    held.close()
+    assert overview.read_run(run_dir).state == "killed"
+
+
+def test_who_only_looks_keeps_no_run_from_starting(run_dir: Path) -> None:
+    """A table of runs that is shown every few seconds looks whether the lock is held, by taking a share of it."""
+    with open(run_dir / "run.lock") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        RunFolder(run_dir).close()
+
+
+def test_the_time_left_of_a_running_run_counts_down(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="running")
+    last = launch.events(run_dir, "step")[-1]
+    last |= {"time": time.time() - 30, "remaining_seconds": 100.0, "step": 12}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(last) + "\n")
+    held = RunFolder(run_dir)
+    remaining = overview.read_run(run_dir).remaining_seconds
+    held.close()
+    assert remaining == pytest.approx(70, abs=3)
+
+
+def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="failed", exit_code=76)
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write("not json\n")
+    said = call("status", "--checkpoint_dir", run_dir.parent)[1]
+    assert "failed (76)" in said
+    assert "not JSON" in said.splitlines()[-1]
+
+
+def test_what_this_user_may_not_read_hides_no_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found, where runs have a disk of their own, and another user's run."""
+    runs = run_dir.parent
+    shutil.copytree(run_dir, runs / "lost+found")
+    (runs / "lost+found" / "metrics.jsonl").unlink()
+    real, real_access = os.stat, os.access
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "lost+found" not in str(path) and real_access(path, mode)
+    )
+    assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
+    assert catalog.newest_run(runs) == run_dir
+    assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+    monkeypatch.undo()
+
+    def rejected(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(history, "open", rejected, raising=False)
+    assert "Permission denied" in str(overview.read_run(run_dir).problem)
+
+
+def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
+    assert call("status", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
+    assert "no runs in" in call("status", "--checkpoint_dir", tmp_path)[1]
+    for words in (["--checkpoint_dir", "nowhere"], ["--watch", "0"], ["--watch", "1", "--json"]):
+        code, said, error = call("status", *words)
+        assert (code, said, error.count("\n")) == (2, "", 1)
+
+
+def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
+    command = [*launch.words_of("status"), "--watch=0.1"]
+    command += [f"--checkpoint_dir={run_dir.parent}"]
+    # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
+        assert process.stdout is not None
+        shown = [process.stdout.readline() for _ in range(9)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(30) == 0
+    assert sum("completed" in line for line in shown) >= 2

@@ -1,0 +1,25 @@
+"""The guard of the tests themselves: loopback works, and nothing else is reached."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import loopback
+
+
+@pytest.mark.parametrize("where", ["192.0.2.1", "2001:db8::1", "example.invalid"])
+def test_a_connection_beyond_loopback_is_refused(where: str) -> None:
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
+    with socket.socket(family) as one, pytest.raises(loopback.BeyondLoopbackError):
+        (_, _, _, _, address), *_ = socket.getaddrinfo(where, 9)
+        one.connect(address)
+    assert loopback.refused.pop() == where
+
+
+def test_a_connection_within_this_machine_works() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=60).close()
+        socket.create_connection(("localhost", server.getsockname()[1]), timeout=60).close()
+    assert loopback.refused == []

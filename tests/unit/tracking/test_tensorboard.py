@@ -1,0 +1,210 @@
+"""TensorBoard files: what --use_tensorboard writes during a run, and what runs rebuild-tensorboard makes of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import launch
+from ecosystem import works_with
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import find_problems, override
+from gpt2lab.errors import ConfigError
+from gpt2lab.runs import history
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.tracking.extension import TensorBoard
+from launch import ask, steps
+from tiny import parse, pretrain
+from whole_run import SCALARS
+
+
+def open_tensorboard(run_dir: Path) -> EventAccumulator:
+    everything = {"histograms": 0, "scalars": 0, "tensors": 0}
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
+    works_with("tensorboard", version("tensorboard"), "curves, texts and settings read back")
+    more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
+    pretrain(parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    written, events = open_tensorboard(run_dir), history.read_events(run_dir)
+    for tag, (kind, field, factor) in SCALARS.items():
+        expected = {
+            line["step"]: line[field] * factor
+            for line in events
+            if line["event"] == kind and line[field] is not None
+        }
+        mirrored = {scalar.step: scalar.value for scalar in written.Scalars(tag)}
+        assert expected, tag
+        assert mirrored == pytest.approx(expected, rel=1e-6), tag
+    texts = {
+        text.step: text.tensor_proto.string_val[0].decode()
+        for text in written.Tensors("Generated_Samples/text/text_summary")
+    }
+    assert texts == {line["step"]: line["text"] for line in events if line["event"] == "sample"}
+    assert set(texts) == {2, 4}
+    (settings,) = written.Tensors("hparams/text_summary")
+    assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
+
+
+def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path) -> None:
+    common = [*tiny_flags, "--max_steps=4", "--eval_freq=4", "--use_tensorboard", "--run_name"]
+    pretrain(parse([*common, "plain"]))
+    pretrain(parse([*common, "watched", "--histogram_freq=3"]))
+    plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
+    assert launch.losses(watched) == launch.losses(plain)
+    assert launch.parameter_hash(watched, 4) == launch.parameter_hash(plain, 4)
+    assert open_tensorboard(plain).Tags()["histograms"] == []
+    written = open_tensorboard(watched)
+    weights = load_file(watched / "step_00000004" / "model.safetensors")
+    expected = {f"{kind}/{name}" for name in weights for kind in ("Parameters", "Gradients")}
+    assert set(written.Tags()["histograms"]) == expected
+    for name, tensor in weights.items():
+        third, last = written.Histograms(f"Parameters/{name}")
+        assert (third.step, last.step) == (3, 4)
+        found = last.histogram_value
+        assert found.num == tensor.size == sum(found.bucket)
+        assert (found.min, found.max) == (float(tensor.min()), float(tensor.max()))
+        inner = ((tensor > found.bucket_limit[20]) & (tensor <= found.bucket_limit[40])).sum()
+        assert sum(found.bucket[21:41]) == pytest.approx(inner, abs=0.01 * tensor.size + 2)
+    # The norm of step 4 is of the gradients before clipping; here nothing is clipped.
+    squares = [
+        written.Histograms(tag)[-1].histogram_value.sum_squares
+        for tag in expected
+        if tag.startswith("Gradients/")
+    ]
+    norm = launch.steps(watched)[4]["grad_norm"]
+    assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
+
+
+def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> None:
+    weights = {
+        "nan": torch.tensor([1.0, math.nan]),
+        "infinite": torch.tensor([1.0, math.inf]),
+        "same": torch.full((3, 2), 2.0),
+    }
+    config = override(Config(), {"use_tensorboard": True, "histogram_freq": 1})
+    start = SimpleNamespace(config=config, run_dir=tmp_path, plan=SimpleNamespace(max_steps=1))
+    model = SimpleNamespace(named_parameters=weights.items)
+    state = SimpleNamespace(step=0)
+    run: Any = SimpleNamespace(start=start, components=SimpleNamespace(model=model, state=state))
+    tensorboard = TensorBoard()
+    tensorboard.started(run)
+    tensorboard.recorded({"event": "step", "step": 1}, None)
+    tensorboard.ended(None, None)
+    written = open_tensorboard(tmp_path)
+    assert written.Tags()["histograms"] == ["Parameters/same"]
+    (event,) = written.Histograms("Parameters/same")
+    found = event.histogram_value
+    assert (found.min, found.max, found.sum, found.sum_squares) == (2, 2, 12, 24)
+    assert (found.num, sum(found.bucket)) == (6, 6)
+
+
+def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
+        pretrain(parse([*tiny_flags, "--histogram_freq=5"]))
+    assert not (tmp_path / "runs").exists()
+    sharded = {"histogram_freq": 5, "use_tensorboard": True, "parallel": "fsdp"}
+    assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
+
+
+def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
+    content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
+    data = plugin_data_pb2.HParamsPluginData.FromString(
+        content["_hparams_/session_start_info"].plugin_data.content
+    )
+    settings = data.session_start_info.hparams
+    assert settings["n_embd"].number_value == 32
+    assert settings["dtype"].string_value == "fp32"
+
+
+def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
+    common = [*tiny_flags, "--use_tensorboard"]
+    pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
+    time.sleep(
+        1.1
+    )  # TensorBoard orders a run's files by the second in their name, as starts of a real run differ in
+    pretrain(parse([*common, "--resume=2"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    written = open_tensorboard(run_dir)
+    assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
+    assert [scalar.step for scalar in written.Scalars("Loss/validation")] == [0, 4]
+    current = history.current(history.read_events(run_dir), "step")
+    assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    seconds = {scalar.step: scalar.value for scalar in written.Scalars("Performance/step_time_ms")}
+    assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
+
+
+def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
+    assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
+
+
+# -- rebuilt from metrics.jsonl -------------------------------------------------------------------------------------
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return {tag: its (step, value)}; of texts, the steps."""
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    tags = read.Tags()
+    found = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in tags["scalars"]}
+    found |= {tag: [(e.step, 0.0) for e in read.Tensors(tag)] for tag in tags["tensors"]}
+    return {tag: values for tag, values in found.items() if values}  # a resume empties some
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, tiny_flags: list[str]) -> Path:
+    """Return a run of four steps that was stopped after three, went back to step 2, and was mirrored all along."""
+    flags = [*tiny_flags, "--vocab_size=50304", "--sample_tokens=2", "--use_tensorboard"]
+    flags += ["--max_steps=4", "--checkpoint_freq=1", "--eval_freq=2", "--sample_freq=2"]
+    pretrain(parse([*flags, "--stop_after_steps=3"]))
+    pretrain(parse([*flags, "--resume=2"]))
+    return tmp_path / "runs" / "tiny"
+
+
+def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    own = points(run_dir / "tensorboard")
+    assert [step for step, _ in own["Loss/train"]] == [1, 2, 3, 4]
+    assert "tensorboard: 9 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
+    assert points(run_dir / "tensorboard") == own
+    (file,) = (run_dir / "tensorboard").iterdir()
+    read = EventAccumulator(str(file))
+    read.Reload()
+    assert [e.wall_time for e in read.Scalars("Loss/train")] == [
+        event["time"] for event in steps(run_dir).values()
+    ]
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_that_goes_on_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
+    before = sorted((run_dir / "tensorboard").iterdir())
+    with contextlib.closing(RunFolder(run_dir)):
+        code, line = ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
+    assert (code, "in use by process" in line) == (2, True)
+    assert sorted((run_dir / "tensorboard").iterdir()) == before
+
+
+def test_what_is_not_a_run_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    assert "no run of this name" in ask("runs rebuild-tensorboard", "nothing", folder=tmp_path)[1]
+    assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]
+    assert list((tmp_path / "runs" / "empty").iterdir()) == []
