@@ -247,7 +247,7 @@ def test_what_cannot_be_answered_is_said_in_one_line(folder: Path) -> None:
         model.loglikelihood(requests_of("loglikelihood", too_long))
     with pytest.raises(ConfigError, match=r"texts of 256 tokens .* holds 32; lower max_gen_toks"):
         model.generate_until(requests_of("generate_until", ("Once", {"until": ["."]})))
-    with pytest.raises(ConfigError, match=r"^generation_kwargs num_beams: gpt2lab knows until"):
+    with pytest.raises(ConfigError, match=r"^generation_kwargs num_beams: gpt2lab supports until"):
         model.generate_until(requests_of("generate_until", ("Once", {"num_beams": 4})))
     for wrong in ("pretrained=plain", "path=plain,dtype=fp8", ""):
         with pytest.raises(ConfigError, match=r"gpt2lab takes path=RUN\[,dtype"):
