@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.lab.replay import open_replay
-from gpt2lab.lab.spike import contributions
+from gpt2lab.lab.why_spike import contributions
 from gpt2lab.training.recipe import PRETRAINING
 
 
