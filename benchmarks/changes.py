@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
         for change in changes[1:]
     }
     found_all = over_seeds.compare_all("none", differences, {})
-    head, *rows = over_seeds.table(found_all)
+    head, *rows = over_seeds.comparison_table(found_all)
     print("\n" + fmt.markdown_table(head, rows))
     return 0
 

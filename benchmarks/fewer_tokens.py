@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.commands import entry
-from gpt2lab.commands.ablation_table import Mean, mean
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import CheckError
+from gpt2lab.lab.stats import OverSeeds, over_seeds
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,21 @@ class Found:
     reached: list[tuple[float, float]]  # tokens and seconds to the baseline's loss
 
     @property
-    def tokens(self) -> Mean:
+    def tokens(self) -> OverSeeds:
         """Tokens of the model to the baseline's loss."""
-        return mean([tokens for tokens, _ in self.reached])
+        return over_seeds([tokens for tokens, _ in self.reached])
 
     @property
-    def ratio(self) -> Mean:
+    def ratio(self) -> OverSeeds:
         """Tokens of the model to those of the baseline."""
         pairs = zip(self.reached, self.baseline, strict=True)
-        return mean([tokens / end.tokens for (tokens, _), end in pairs])
+        return over_seeds([tokens / end.tokens for (tokens, _), end in pairs])
 
     @property
-    def seconds_ratio(self) -> Mean:
+    def seconds_ratio(self) -> OverSeeds:
         """Seconds of the model to those of the baseline."""
         pairs = zip(self.reached, self.baseline, strict=True)
-        return mean([seconds / end.seconds for (_, seconds), end in pairs])
+        return over_seeds([seconds / end.seconds for (_, seconds), end in pairs])
 
 
 def reach(ends: list[End], loss: float) -> tuple[float, float]:
@@ -116,20 +116,20 @@ def rows(found: Found) -> list[str]:
     """Write the rows of a table: the last losses, and below them the tokens to the baseline's."""
     runs = [(found.names[0], found.baseline), *((found.names[1], own) for own in found.others)]
     lines = [
-        f"| {name} | {ends[0].tokens:,} | {show(mean([end.loss for end in ends]), '.4f')} | | | |"
+        f"| {name} | {ends[0].tokens:,} | {show(over_seeds([end.loss for end in ends]), '.4f')} | | | |"
         for name, ends in runs
     ]
     ratio, tokens = found.ratio, show(found.tokens, ",.0f")
-    upper = math.nan if ratio.half_interval is None else ratio.value + ratio.half_interval
+    upper = math.nan if ratio.half_width is None else ratio.mean + ratio.half_width
     seconds = show(found.seconds_ratio, ".3f")
     last = f"| to the same loss | {tokens} | | {show(ratio, '.3f')} | {upper:.3f} | {seconds} |"
     return [*lines, last]
 
 
-def show(found: Mean, form: str) -> str:
+def show(found: OverSeeds, form: str) -> str:
     """Write a mean and half of its 95 % interval over seeds."""
-    half = found.half_interval
-    return f"{found.value:{form}}" + ("" if half is None else f" ± {half:{form}}")
+    half = found.half_width
+    return f"{found.mean:{form}}" + ("" if half is None else f" ± {half:{form}}")
 
 
 def points(all_found: list[Found]) -> dict[str, Any]:

@@ -26,17 +26,17 @@ class Compare:
 
     a: str = argument(
         "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file; or several runs "
-        "that differ in their seed alone: a pattern such as 'a_seed*', or names with commas between them"
+        "that differ only in their seed: a pattern such as 'a_seed*', or names separated by commas"
     )
     b: str = argument("the other")
-    only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
+    only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare only this")
     explain: bool = option(
         False,
         "split the difference of validation losses by kind and position of the tokens; needs --keep_token_losses",
     )
     smallest_difference: float | None = option(
         None,
-        "of groups of runs: smaller differences, in nats per token or in the unit of the metric, count as equal; "
+        "for groups of runs: smaller differences, in nats per token or in the unit of the metric, count as equal; "
         f"default {SMALLEST:g}",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -46,39 +46,45 @@ class Compare:
 def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = parse_flags(Compare, argv)
-    from gpt2lab.lab import run_groups
-    from gpt2lab.lab.compare import as_json, compare, describe
+    from gpt2lab.lab import compare
 
     folder = paths.runs_folder(flags.checkpoint_dir)
-    if run_groups.is_group(flags.a) or run_groups.is_group(flags.b):
-        if flags.explain:
-            raise ConfigError("--explain compares two runs, not groups: name one run of each")
-        smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
-        if not 0 < smallest < math.inf:
-            raise ConfigError(f"--smallest_difference {smallest:g} must be a number above 0")
-        groups = run_groups.compare_groups(
-            flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
-        )
-        if flags.json:
-            print(json.dumps(run_groups.as_json(flags.a, flags.b, groups, smallest=smallest)))
-        else:
-            print(run_groups.describe(flags.a, flags.b, groups, smallest=smallest))
-        return 0
+    if compare.is_group(flags.a) or compare.is_group(flags.b):
+        return _compare_groups(flags, folder)
     if flags.smallest_difference is not None:
         raise ConfigError(
-            "--smallest_difference goes with groups of runs, such as 'a_seed*' 'b_seed*'"
+            "--smallest_difference is for groups of runs, such as 'a_seed*' 'b_seed*'"
         )
-    differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
-    explained = None
+    differences = compare.compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
+    document = compare.differences_as_json(flags.a, flags.b, differences)
+    text = compare.describe_differences(flags.a, flags.b, differences)
     if flags.explain:
         from gpt2lab.lab import explain
 
         explained = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
+        document["explain"] = explain.explanation_as_json(explained)
+        text += f"\n\n{explain.describe_explanation(explained)}"
+    print(json.dumps(document) if flags.json else text)
+    return 0
+
+
+def _compare_groups(flags: Compare, folder: Path) -> int:
+    """Compare two groups of runs and print.
+
+    Raises: ConfigError.
+    """
+    from gpt2lab.lab import compare
+
+    if flags.explain:
+        raise ConfigError("--explain compares two runs, not groups: name one run of each")
+    smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
+    if not 0 < smallest < math.inf:
+        raise ConfigError(f"--smallest_difference {smallest:g} must be a number above 0")
+    groups = compare.compare_groups(
+        flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
+    )
     if flags.json:
-        more = {"explain": explain.as_json(explained)} if explained else {}
-        print(json.dumps(as_json(flags.a, flags.b, differences) | more))
+        print(json.dumps(compare.groups_as_json(flags.a, flags.b, groups, smallest=smallest)))
     else:
-        print(describe(flags.a, flags.b, differences))
-        if explained:
-            print(f"\n{explain.describe(explained)}")
+        print(compare.describe_groups(flags.a, flags.b, groups, smallest=smallest))
     return 0

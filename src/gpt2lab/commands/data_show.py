@@ -1,126 +1,19 @@
-"""The tokens that a step trained on, from the run's records and checked against the logged hash."""
+"""Print the tokens that a step trained on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from gpt2lab import fmt, paths
-from gpt2lab.commands.train import recipe_named
-from gpt2lab.config.schema import ModelConfig
-from gpt2lab.data.documents import find_documents
-from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
-from gpt2lab.data.shards import TokenData
-from gpt2lab.data.windows import WindowReader, hash_windows
-from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.finetuning.rows import InstructionData
-from gpt2lab.runs import history
-from gpt2lab.tokenizers.interface import Tokenizer
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """The global batch of one optimizer step."""
-
-    step: int
-    epoch: int
-    first_sample: int
-    tokenizer: Tokenizer | None
-    windows: np.ndarray  # (S, T + 1) of the ids' type, in sample order; targets are windows[:, 1:]
-    places: tuple[str, ...]  # of each window: shard and token offset, or row
-    hash: str
-    data: TokenData
-    shards: np.ndarray  # of each window: number of its shard and token offset there, both (S,)
-    offsets: np.ndarray
-
-    def documents(self) -> list[np.ndarray]:
-        """Return the document of each target, (T,) for each window; [] where nothing marks documents.
-
-        Reads the training tokens up to the last shard of these windows.
-        """
-        last = int(self.shards.max()) + 1
-        is_tuned = isinstance(self.data, InstructionData)
-        known = None if is_tuned else find_documents(self.data, shards=last)
-        if known is None:
-            return []
-        rows = zip(self.shards.tolist(), self.offsets.tolist(), strict=True)
-        return [known.of_targets(*row, self.windows.shape[1] - 1) for row in rows]
+from gpt2lab import paths
+from gpt2lab.commands.train import recipe_of
+from gpt2lab.errors import ConfigError
+from gpt2lab.lab import step_tokens
+from gpt2lab.lab.step_tokens import StepTokens
 
 
 def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> StepTokens:
-    """Return what update number `step` of a run trained on. `data_dir`: where its data is now, if it was moved.
-
-    Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
-    """
-    config = history.read_config(run_dir)
-    log = history.read_log(run_dir)
-    event, numbers = log.step(step), log.numbers
-    if event is None:
-        taken = (
-            f"it has {fmt.steps(numbers[0], numbers[-1])}" if len(numbers) else "it has taken none"
-        )
-        raise ConfigError(f"{run_dir}: no step {step}; {taken}")
-    begin = log.begin_of(event["attempt"])
-    if begin is None or "tokens_per_step" not in begin:
-        raise ConfigError(
-            f"{run_dir}: metrics.jsonl does not record how start {event['attempt']} began"
-        )
-    context_length = config.model.context_length
-    samples = begin["tokens_per_step"] // context_length
-    recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
-    data = recipe.open_data(with_data_at(config, data_dir), history.read_tokenizer(run_dir))
-    recorded = history.record_of_start(run_dir, event["attempt"]).get("data_fingerprint")
-    if data_dir and recorded is not None:
-        require_same_data(data, recorded, words=data_dir, run=run_dir.name)
-    order = training_order(
-        data,
-        context_length=context_length,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-        version=begin.get("order_version", 1),
-    )
-    first = event["first_sample"]
-    numbers = np.arange(first, first + samples)
-    chosen, offsets = order.locate(numbers)
-    names = [data.splits["train"][shard].path.name for shard in chosen.tolist()]
-    if isinstance(order, Mixture):
-        sources = order.divide(numbers)[0].tolist()
-        names = [f"{order.names[s]}, {name}" for s, name in zip(sources, names, strict=True)]
-    windows, places = _read(data, config.model, chosen, offsets)
-    digest = hash_windows(windows)
-    if digest != event["batch_hash"]:
-        raise DataError(
-            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} holds now "
-            f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
-        )
-    return StepTokens(
-        step=step,
-        epoch=event["epoch"],
-        first_sample=first,
-        tokenizer=data.tokenizer,
-        windows=windows,
-        places=tuple(" ".join(both) for both in zip(names, places, strict=True)),
-        hash=digest,
-        data=data,
-        shards=chosen,
-        offsets=offsets,
-    )
-
-
-def _read(
-    data: TokenData, model: ModelConfig, shards: np.ndarray, offsets: np.ndarray
-) -> tuple[np.ndarray, list[str]]:
-    """Return the windows at (shards, offsets), both (S,), (S, T + 1), and where in the shard each begins."""
-    T = model.context_length
-    if isinstance(data, InstructionData):
-        rows = offsets // T
-        return data.rows["train"].ids[rows], [f"row {number}" for number in rows.tolist()]
-    reader = WindowReader(data.splits["train"], context_length=T, id_limit=model.id_limit)
-    windows = reader.read(shards, offsets)
-    reader.close()
-    return windows, [f"from token {offset}" for offset in offsets.tolist()]
+    """Return what update number `step` of a run trained on; see `lab.step_tokens`."""
+    return step_tokens.tokens_of_step(run_dir, step, recipe_of(run_dir), data_dir)
 
 
 def tokens_as_text(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:

@@ -164,3 +164,14 @@ def recipe_named(name: RecipeName) -> Recipe:
     from gpt2lab.training.recipe import PRETRAINING
 
     return PRETRAINING
+
+
+def recipe_of(run_dir: Path) -> Recipe:
+    """Return the recipe of a run.
+
+    Raises: ConfigError, DataError: config.json is missing or damaged.
+    """
+    from gpt2lab.runs import history
+
+    is_tuned = history.read_config(run_dir).tuning.instructions is not None
+    return recipe_named("finetune" if is_tuned else "pretrain")

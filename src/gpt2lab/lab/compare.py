@@ -1,22 +1,31 @@
-"""Two evaluations of the same units: the paired difference, and whether it is more than noise. No torch."""
+"""Whether two evaluations, or two groups of runs over several seeds, differ by more than noise. No torch."""
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
+from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import KINDS, Kind, Results, file_of_step, read_results
-from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
+from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.lab import over_seeds
+from gpt2lab.lab.over_seeds import LOSS, SMALLEST, Comparison
+from gpt2lab.lab.stats import ALPHA, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import evaluations, history
-from gpt2lab.runs.target import find_folder, run_and_step
+from gpt2lab.runs.target import find_folder, is_run, run_and_step
 
-NOISE = 0.05  # a difference whose p-value is below is beyond noise: by chance alone 1 of 20 is
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
+_NOT_SHARED = ("seed", "run_name", "checkpoint_dir")  # what the runs of a group may differ in
+Group = dict[int, Path]  # seed -> the run's folder
+
+# -- two evaluations of the same units -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,20 +36,20 @@ class Difference:
     unit: str
     n: int
     effective_n: float
-    step_a: int | None  # None: not of a run
+    step_a: int | None  # None: not from a run
     step_b: int | None
     a: float
     b: float
     difference: float  # b - a, the weighted mean over units
     se: float | None  # of that mean; None for a single unit
     p: float | None  # two-sided, that A and B are equal
-    within_noise: bool | None
+    within_noise: bool | None  # p >= ALPHA
 
 
 def compare(
     name_a: str, name_b: str, *, checkpoint_dir: Path, only: Kind | None = None
 ) -> list[Difference]:
-    """Compare what both have: validation losses document by document, HellaSwag and tasks item by item.
+    """Compare what both have: validation losses by document, HellaSwag and tasks by item.
 
     Raises: DataError if they have nothing in common or were measured on different units.
     """
@@ -58,7 +67,7 @@ def compare(
         what = f"no {only or 'validation, hellaswag or tasks'} results to compare; measure them"
         if not lacks.endswith(".npz") and find_folder(lacks, checkpoint_dir) is None:
             what = (
-                "no run, folder or .npz file of this name; if it is a model of the Hub, measure it"
+                "no run, folder or .npz file of this name; if it is a model on the Hub, measure it"
             )
         raise DataError(
             f"{lacks}: {what} with "
@@ -77,12 +86,12 @@ def require_same_units(a: Results, b: Results) -> None:
     if a.units == b.units:
         return
     unit = a.unit
-    sizes = f"{a.n:,} {unit}s each, but others"
+    sizes = f"{a.n:,} {unit}s each, but different ones"
     if a.n != b.n:
         sizes = f"{a.n:,} and {b.n:,} {unit}s"
     raise DataError(
-        f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so their difference means "
-        f"nothing; evaluate both with the same limit, data and context length"
+        f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so the difference is "
+        f"meaningless; evaluate both with the same limit, data and context length"
     )
 
 
@@ -101,7 +110,7 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
         run_dir, only_step = of_run
         log, files = history.read_log(run_dir), []
         for kind, event in _EVENTS.items():
-            # On the run's own line of steps; files of other lines may lie beside them.
+            # Only steps that the current log has: files of steps that a resume discarded may lie beside them.
             steps = {s for s in log.current(event) if only_step in (None, s)}
             if steps:
                 files.append(file_of_step(run_dir, kind, max(steps)))
@@ -111,7 +120,7 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
 
 
 def _by_what(found: list[Results]) -> dict[str, Results]:
-    """Return results by what they measure: two evaluations have the same in common."""
+    """Return results keyed by what they measure."""
     return {f"{results.kind} {_task_of(results)}": results for results in found}
 
 
@@ -136,28 +145,28 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         difference=found.mean,
         se=found.se,
         p=p,
-        within_noise=None if p is None else p >= NOISE,
+        within_noise=None if p is None else p >= ALPHA,
     )
 
 
 def name_of(results: Results, metric: str) -> str:
-    """Name a metric with its task, where it is of one."""
+    """Return the name of a metric, with its task if it has one."""
     return f"{_task_of(results)} {metric}".strip()
 
 
 def _task_of(results: Results) -> str:
-    """Name a task of lm-eval, its examples and its limit; empty for what is none."""
+    """Return an lm-eval task with its examples and limit; empty for other results."""
     return str(results.units.get("name", ""))
 
 
-def as_json(name_a: str, name_b: str, differences: list[Difference]) -> dict[str, Any]:
-    """Return the comparison as JSON values."""
+def differences_as_json(name_a: str, name_b: str, differences: list[Difference]) -> dict[str, Any]:
+    """Return the differences as JSON values."""
     metrics = {difference.metric: asdict(difference) for difference in differences}
-    return {"a": name_a, "b": name_b, "noise": NOISE, "metrics": metrics}
+    return {"a": name_a, "b": name_b, "noise": ALPHA, "metrics": metrics}
 
 
-def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
-    """Write the comparison as a table, and what its verdicts mean."""
+def describe_differences(name_a: str, name_b: str, differences: list[Difference]) -> str:
+    """Format the differences as a table, with what its verdicts mean."""
     rows = []
     for d in differences:
         verdict = "within noise" if d.within_noise else "beyond noise"
@@ -167,13 +176,217 @@ def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
         steps = ["-" if step is None else f"{step:,}" for step in (d.step_a, d.step_b)]
         numbers = [f"{d.a:.4f}", f"{d.b:.4f}", f"{d.difference:+.4f}"]
         if d.se is None or d.p is None:
-            tests = ["n/a", "n/a", units, "cannot be told"]
+            tests = ["n/a", "n/a", units, "not testable"]
         else:
             tests = [f"{d.se:.4f}", f"{d.p:.3f}", units, verdict]
         rows.append([d.metric, *steps, *numbers, *tests])
     header = ("", "step A", "step B", "A", "B", "B - A", "se", "p", "units", "")
     return (
         f"A  {name_a}\nB  {name_b}\n\n{fmt.table(header, rows)}\n\n"
-        f"within noise: p >= {NOISE:g}, p: how often two equal models would differ by as much. "
-        f"Units are paired; accuracies by McNemar's exact test, losses by Student's t or, of few units, by all signs."
+        f"within noise: p >= {ALPHA:g}; p: how often two equal models would differ by as much. Units are paired; "
+        f"accuracies by McNemar's exact test, losses by Student's t or, for few units, a sign-flip test."
     )
+
+
+# -- two groups of runs ----------------------------------------------------------------------------------------------
+
+
+def is_group(name: str) -> bool:
+    """Return whether a name means several runs: `a_seed1,a_seed2`, or a pattern such as `a_seed*`."""
+    return "," in name or glob.has_magic(name)
+
+
+def find_group(name: str, checkpoint_dir: Path) -> Group:
+    """Return the runs that a name means, by seed; all settings that affect training must be equal.
+
+    Raises: ConfigError, DataError naming the run.
+    """
+    folders: list[Path] = []
+    for word in (word.strip() for word in name.split(",")):
+        places = [checkpoint_dir / word, paths.from_working_directory(Path(word))]
+        found = [sorted(map(Path, glob.glob(str(place)))) for place in places]
+        runs = next(filter(None, (list(filter(is_run, some)) for some in found)), [])
+        if not runs or not word:
+            raise DataError(
+                f"{word or name}: no run of this name in {paths.display_path(checkpoint_dir)}"
+            )
+        folders += runs
+    group: Group = {}
+    first = folders[0]
+    wanted, data = _settings_of(first), _data_of(first)
+    for folder in dict.fromkeys(folders):
+        if history.has_diverged(folder):
+            raise DataError(
+                f"{name}: {folder.name} diverged, so it has no final results; a group with it is not compared"
+            )
+        own = _settings_of(folder)
+        if other := next((setting for setting in own if own[setting] != wanted[setting]), None):
+            raise DataError(
+                f"{name}: {other} is {wanted[other]} in {first.name} and {own[other]} in {folder.name}; "
+                f"runs of a group may differ only in their seed"
+            )
+        if (other_data := _data_of(folder)) != data:
+            raise DataError(
+                f"{name}: {first.name} was trained on data {data} and {folder.name} on {other_data}; "
+                f"runs of a group may differ only in their seed"
+            )
+        seed = history.read_config(folder).data.seed
+        if seed in group:
+            raise DataError(
+                f"{name}: {group[seed].name} and {folder.name} both have seed {seed}; leave one out"
+            )
+        group[seed] = folder
+    return dict(sorted(group.items()))
+
+
+def _settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings that the runs of a group share."""
+    config = history.read_config(run)
+    shared = to_flat(config).items()
+    return {n: v for n, v in shared if n not in _NOT_SHARED and policy_of(n, config) != "free"}
+
+
+def _data_of(run: Path) -> str:
+    """Return the beginning of the data fingerprint of a run; empty if none is recorded."""
+    return str((history.read_json(run / "run.json") or {}).get("data_fingerprint", ""))[:12]
+
+
+@dataclass(frozen=True)
+class GroupMetric:
+    """One metric of two groups."""
+
+    step_a: int | None  # of the last measurement
+    step_b: int | None
+    found: Comparison  # B against A
+
+
+@dataclass(frozen=True)
+class ComparedGroups:
+    """Two groups that were compared."""
+
+    seeds: tuple[int, ...]
+    metrics: tuple[GroupMetric, ...]
+    left_out: tuple[str, ...]  # results that some run lacks
+
+
+def compare_groups(
+    name_a: str,
+    name_b: str,
+    *,
+    checkpoint_dir: Path,
+    only: Kind | None = None,
+    smallest: float = SMALLEST,
+) -> ComparedGroups:
+    """Compare the last results that all runs of both groups have, with the errors over seeds and over units.
+
+    `smallest`: a difference that matters, in the unit of each metric. There is no correction for several metrics.
+
+    Raises: ConfigError, DataError: different seeds, different units or steps within a group, different data or items,
+        or nothing that all runs have.
+    """
+    a, b = (find_group(name, checkpoint_dir) for name in (name_a, name_b))
+    if differ := sorted(set(a) ^ set(b)):
+        alone = name_a if differ[0] in a else name_b
+        raise DataError(
+            f"seed {differ[0]} is only in {alone}; runs are paired by seed: leave its run out, or train the other"
+        )
+    of_runs = {run: find_results(str(run), checkpoint_dir) for run in (*a.values(), *b.values())}
+    metrics: list[GroupMetric] = []
+    left_out = []
+    for key in dict.fromkeys(key for found in of_runs.values() for key in found):
+        if only not in (None, kind := key.partition(" ")[0]):
+            continue
+        if lacks := next((run for run, found in of_runs.items() if key not in found), None):
+            left_out.append(f"{lacks.name} has no {key.strip()} results")
+            continue
+        sides = [[of_runs[run][key] for run in group.values()] for group in (a, b)]
+        for group, results in zip((a, b), sides, strict=True):
+            _require_alike(group, results)
+        first_a, first_b = sides[0][0], sides[1][0]
+        if kind != "validation":
+            require_same_units(first_a, first_b)
+        elif first_a.units != first_b.units and len(set(map(_data_of, of_runs))) > 1:
+            raise DataError(
+                f"{name_a} and {name_b} were validated on different data, so the difference is meaningless"
+            )
+        metrics += _compare_results(*sides, smallest=smallest)
+    if not metrics:
+        why = left_out[0] if left_out else f"no run has {only or 'validation'} results"
+        raise DataError(f"{name_a} and {name_b} have nothing to compare: {why}")
+    return ComparedGroups(tuple(a), tuple(metrics), tuple(left_out))
+
+
+def _compare_results(
+    a: list[Results], b: list[Results], *, smallest: float
+) -> Iterator[GroupMetric]:
+    """Yield the comparison of each metric that all results have; those of A and B are in the order of their seeds."""
+    for metric in a[0].per_unit:
+        if all(metric in results.per_unit for results in (*a, *b)):
+            pairs = zip(a, b, strict=True)
+            differences = [_mean(of_b, metric) - _mean(of_a, metric) for of_a, of_b in pairs]
+            (found,) = over_seeds.compare_all(
+                "A",
+                {"B": differences},
+                {"B": over_seeds.over_units(a, b, metric)},
+                smallest=smallest,
+                metric=name_of(a[0], metric),
+            )
+            yield GroupMetric(a[0].step, b[0].step, found)
+
+
+def _require_alike(group: Group, results: list[Results]) -> None:
+    """Reject runs of a group that were not measured at the same step and on the same units.
+
+    Raises: DataError.
+    """
+    first = results[0]
+    for run, one in zip(group.values(), results, strict=True):
+        if (one.step, one.units) != (first.step, first.units):
+            what = f"after step {first.step} and {one.step}"
+            if one.step == first.step:
+                what = f"on different {one.unit}s"
+            names = f"{next(iter(group.values())).name} and {run.name}"
+            raise DataError(f"{names} were last measured {what} ({name_of(one, one.kind)})")
+
+
+def _mean(results: Results, metric: str) -> float:
+    return estimate_mean(results.per_unit[metric], results.weights).mean
+
+
+def groups_as_json(
+    name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float
+) -> dict[str, Any]:
+    """Return the comparison as JSON values; those of the first metric also at the top level."""
+    metrics = {}
+    for one in groups.metrics:
+        values = asdict(one)
+        found = values.pop("found")
+        unit = "nats/token" if found["metric"] == LOSS else None
+        said = over_seeds.sentence(one.found, smallest=smallest)
+        metrics[one.found.metric] = values | found | {"unit": unit, "sentence": said}
+    head = {"a": name_a, "b": name_b, "seeds": groups.seeds, "smallest_difference": smallest}
+    first = next(iter(metrics.values()))
+    return head | first | {"metrics": metrics, "left_out": groups.left_out}
+
+
+def describe_groups(name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float) -> str:
+    """Format the comparison as tables, with what the errors mean and one sentence per metric."""
+    parts = [f"A  {name_a}\nB  {name_b}"]
+    units = list(dict.fromkeys(_unit(one) for one in groups.metrics))
+    for unit in units:
+        shown = [one for one in groups.metrics if _unit(one) == unit]
+        header, *rows = over_seeds.comparison_table([one.found for one in shown], smallest=smallest)
+        names = {"setting": "", "difference, nats": "B - A", "p (Holm)": "p"}
+        header = [names.get(name, name) for name in header]
+        for one, row in zip(shown, rows, strict=True):
+            steps = ["-" if step is None else f"{step:,}" for step in (one.step_a, one.step_b)]
+            row[:1] = [one.found.metric, *steps]
+        parts.append(fmt.table([header[0], "step A", "step B", *header[1:]], rows))
+    parts += [f"not compared: {why}" for why in groups.left_out]
+    parts.append(over_seeds.QUESTIONS.format(unit="s or ".join(units)))
+    parts += [over_seeds.sentence(one.found, smallest=smallest) for one in groups.metrics]
+    return "\n\n".join(parts)
+
+
+def _unit(one: GroupMetric) -> str:
+    return one.found.over_units.unit if one.found.over_units else "document"

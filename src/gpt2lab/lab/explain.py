@@ -1,7 +1,7 @@
-"""Where the difference of two evaluations comes from: B - A split by what tokens are and where they stand. No torch.
+"""Where the difference of two evaluations comes from: B - A split by kind and position of the tokens. No torch.
 
 A group's part of the difference is the sum over its tokens divided by the number of all tokens, so that the parts of a
-split add up to the whole. Standard errors count documents, as those of the losses do.
+split add up to the whole. Standard errors are over documents, as those of the losses are.
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.results import (
-    checksums_of,
-    choose_windows,
-    divide_windows,
-    hash_checksums,
-)
-from gpt2lab.evaluation.uncertainty import (
+from gpt2lab.evaluation.results import checksums_of, choose_windows, divide_windows, hash_checksums
+from gpt2lab.lab import token_groups
+from gpt2lab.lab.stats import (
+    ALPHA,
+    Estimates,
     GroupMeans,
     Sums,
     estimate_groups,
     t_half_width,
     t_p_value,
 )
-from gpt2lab.lab import token_groups
 from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses
 
-NOISE = 0.05  # of all groups of all splits together
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
-_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer tell nothing from noise
+_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer allow no test
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group of a split, in nats/token; an error is None where a single document decides."""
+    """One group of a split, in nats/token; an error is None if a single document decides it."""
 
     name: str
     tokens: float  # share of all tokens, by the weights of a mixture
@@ -53,9 +49,9 @@ class Group:
     mean_se: float | None
     part: float  # tokens * mean: the parts of a split add up to the difference
     part_se: float | None
-    part_low: float | None  # its 95 % interval; None where less than two documents decide
+    part_low: float | None  # its 95 % interval; None if fewer than two documents decide it
     part_high: float | None
-    excess: float  # part - tokens * difference: what the group has beyond its size
+    excess: float  # part - tokens * difference: what the group contributes beyond its size
     excess_se: float | None
     stands_out: bool  # its excess is beyond noise
 
@@ -81,13 +77,13 @@ class Explanation:
     difference_se: float | None
     exact_difference: float  # before the losses were rounded to fp16
     splits: tuple[Split, ...]
-    left_out: tuple[str, ...]  # splits that the data do not allow, and why
+    left_out: tuple[str, ...]  # splits that are impossible with these data, and why
 
 
 def explain(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Explanation:
-    """Split B - A of the token losses that two names hold.
+    """Split the difference B - A of the token losses of two evaluations.
 
-    Raises: DataError if one has none, they are not of the same tokens, or the tokens are no longer there.
+    Raises: DataError if one has none, they are not of the same tokens, or the tokens no longer exist.
     """
     a, b = (find_token_losses(name, checkpoint_dir) for name in (name_a, name_b))
     if a.layout() != b.layout():
@@ -105,14 +101,14 @@ class _Windows:
     """The windows of one source, as they were measured."""
 
     def __init__(self, source: Source, other: Source, T: int) -> None:
-        """`other`: the same windows, whose folder may lie elsewhere.
+        """`other`: the same windows, whose folder may be elsewhere.
 
-        Raises: DataError if the folder is gone or has other data.
+        Raises: DataError if the folder does not exist or holds other data.
         """
         folder = next((f for f in (source.folder, other.folder) if Path(f).is_dir()), None)
         if folder is None:
             raise DataError(
-                f"{source.folder}: the data of the token losses are no longer there; put them back, or evaluate both "
+                f"{source.folder}: the data of the token losses no longer exist; restore them, or evaluate both "
                 f"again with --val DIR --keep_token_losses"
             )
         self.source, self.folder = source, folder
@@ -136,7 +132,7 @@ class _Windows:
         return self.reader.read(self.shard[rows], self.offset[rows])
 
     def check(self, checksums: np.ndarray) -> None:
-        """Compare the windows with those that were measured.
+        """Check that the windows are those that were measured.
 
         Raises: DataError.
         """
@@ -145,7 +141,7 @@ class _Windows:
 
     def _changed(self) -> DataError:
         return DataError(
-            f"{self.folder}: not the data that the token losses are of; restore them, or evaluate both again with "
+            f"{self.folder}: not the data of the token losses; restore those, or evaluate both again with "
             f"--keep_token_losses"
         )
 
@@ -169,7 +165,7 @@ class _Grouping:
 
 
 def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[str]]:
-    """Return the ways to divide these tokens, and what is not possible."""
+    """Return the ways to divide these tokens, and those that are impossible."""
     first, left_out = opened[0].data, []
     frequencies = _mix([one.data for one in opened], [one.source.weight for one in opened])
     bounds = token_groups.window_bounds(T)
@@ -200,7 +196,7 @@ def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[st
         found.append(_Grouping(name, token_groups.DOCUMENT_PLACES, in_document))
     else:
         left_out.append(
-            "position in the document: the data do not say where documents end, or have only one"
+            "position in the document: the data do not mark the end of documents, or have only one"
         )
     found.append(
         _Grouping(
@@ -211,7 +207,7 @@ def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[st
     )
     try:
         if first.tokenizer is None:
-            raise DataError("the tokenizer of the data is not known")
+            raise DataError("the tokenizer of the data is unknown")
         kinds = token_groups.TextKinds(first.tokenizer)
         found.append(
             _Grouping("kind of text", token_groups.KINDS, lambda chunk: kinds.group(chunk.windows))
@@ -242,9 +238,9 @@ def _mix(data: list[TokenData], weights: list[float]) -> np.ndarray:
 
 
 def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
-    """Split B - A of two evaluations of the same tokens. Some windows at a time are in memory.
+    """Split B - A of two evaluations of the same tokens, with a chunk of windows in memory at a time.
 
-    Raises: DataError if the tokens are no longer there.
+    Raises: DataError if the tokens no longer exist.
     """
     T = a.losses.shape[1]
     opened = [_Windows(*pair, T) for pair in zip(a.sources, b.sources, strict=True)]
@@ -272,8 +268,8 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
         tokens=a.losses.size,
         units=sum(units),
         unit=kinds.pop() if len(kinds) == 1 else "document or window",
-        difference=float(whole.part[0]),
-        difference_se=_known(whole.part_se[0]),
+        difference=float(whole.part.value[0]),
+        difference_se=_known(whole.part.se[0]),
         exact_difference=b.val_loss - a.val_loss,
         splits=_splits(groupings, found),
         left_out=tuple(left_out),
@@ -283,9 +279,9 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
 def _chunks(
     opened: list[_Windows], a: TokenLosses, b: TokenLosses
 ) -> Iterator[tuple[_Chunk, tuple[np.ndarray, ...]]]:
-    """Yield windows, and of their targets ones, the losses of A, and B - A, each flat.
+    """Yield chunks of windows with three flat arrays over their targets: ones, the losses of A, and B - A.
 
-    Raises: DataError after the last window of a source if they are not those that were measured.
+    Raises: DataError after the last window of a source if the windows are not those that were measured.
     """
     T, begin = a.losses.shape[1], 0
     step = max(1, _TOKENS_AT_ONCE // T)
@@ -306,75 +302,87 @@ def _chunks(
 
 
 def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split, ...]:
-    """Return the splits; what stands out does so with as many tests as there are groups (Bonferroni)."""
-    filled = [np.flatnonzero(means.share > 0) for means in found]
+    """Return the splits; a group stands out after correction for the number of groups of all splits (Bonferroni)."""
+    filled = [np.flatnonzero(means.share > 0).tolist() for means in found]
     tests = sum(len(groups) for groups in filled if len(groups) > 1)
-    splits = []
-    for grouping, means, groups in zip(groupings, found, filled, strict=True):
-        rows = []
-        for g in groups.tolist():
-            error, degrees = means.excess_se[g], means.excess_degrees[g]
-            p = 1.0
-            if len(groups) > 1 and error > 0 and degrees >= _LEAST_DEGREES:
-                p = float(t_p_value(means.excess[g], error, degrees))
-            half = math.nan
-            if means.part_degrees[g] >= _LEAST_DEGREES:
-                half = float(t_half_width(means.part_se[g], means.part_degrees[g]))
-            values = {name: float(getattr(means, name)[g]) for name in ("a", "mean", "part")}
-            rows.append(
-                Group(
-                    name=grouping.names[g],
-                    tokens=float(means.share[g]),
-                    b=values["a"] + values["mean"],
-                    **values,
-                    mean_se=_known(means.mean_se[g]),
-                    part_se=_known(means.part_se[g]),
-                    part_low=_known(values["part"] - half),
-                    part_high=_known(values["part"] + half),
-                    excess=float(means.excess[g]),
-                    excess_se=_known(error),
-                    stands_out=p * tests < NOISE,
-                )
-            )
-        splits.append(Split(grouping.by, tuple(rows)))
-    return tuple(splits)
+    return tuple(
+        Split(
+            grouping.by,
+            tuple(
+                _group(grouping.names[g], means, g, tests=tests if len(groups) > 1 else 0)
+                for g in groups
+            ),
+        )
+        for grouping, means, groups in zip(groupings, found, filled, strict=True)
+    )
 
 
-def _known(error: float) -> float | None:
-    return float(error) if math.isfinite(error) else None
+def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
+    """Return group number `g`. `tests`: number of groups that are tested; 0 if this one is not."""
+
+    def at(estimates: Estimates) -> tuple[float, float, float]:
+        return (float(estimates.value[g]), float(estimates.se[g]), float(estimates.degrees[g]))
+
+    mean, mean_se, _ = at(means.mean)
+    part, part_se, part_degrees = at(means.part)
+    excess, excess_se, excess_degrees = at(means.excess)
+    half = (
+        float(t_half_width(part_se, part_degrees)) if part_degrees >= _LEAST_DEGREES else math.nan
+    )
+    can_test = tests > 0 and excess_se > 0 and excess_degrees >= _LEAST_DEGREES
+    p = float(t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
+    return Group(
+        name=name,
+        tokens=float(means.share[g]),
+        a=float(means.a[g]),
+        b=float(means.a[g]) + mean,
+        mean=mean,
+        mean_se=_known(mean_se),
+        part=part,
+        part_se=_known(part_se),
+        part_low=_known(part - half),
+        part_high=_known(part + half),
+        excess=excess,
+        excess_se=_known(excess_se),
+        stands_out=can_test and p * tests < ALPHA,
+    )
 
 
-# -- for people ------------------------------------------------------------------------------------------------------
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
-def as_json(found: Explanation) -> dict[str, Any]:
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def explanation_as_json(found: Explanation) -> dict[str, Any]:
     """Return the explanation as JSON values."""
     return {**asdict(found), "sentence": sentence(found)}
 
 
 def sentence(found: Explanation) -> str:
-    """Say in one sentence how large the difference is and where it is concentrated: of each split at most one group."""
+    """Return in one sentence how large the difference is and where it is concentrated: at most one group per split."""
     size = f"{abs(found.difference):.4f} +- {fmt.number(found.difference_se)} nats/token"
     whole = f"B is {'better' if found.difference < 0 else 'worse'} by {size}"
     if not _is_clear(found):
-        whole = f"B and A differ by {size}, which is not beyond noise"
+        whole = f"B and A differ by {size}, which is within noise"
     named = []
     for split in found.splits:
         if standing := [group for group in split.groups if group.stands_out]:
             named.append((split, max(standing, key=lambda group: abs(group.excess))))
     if not named:
-        return f"{whole}; no group of tokens differs from the others beyond noise."
+        return f"{whole}; no group of tokens differs from the others by more than noise."
     named.sort(key=lambda pair: -abs(pair[1].excess))
     places = [
         f"'{group.name}' ({split.by.partition(':')[0]}; {group.tokens:.0%} of the tokens, "
         f"{_share(group, found) if _is_clear(found) else f'{group.part:+.4f}'} of the difference)"
         for split, group in named[:_MOST_NAMED]
     ]
-    return f"{whole}; farthest from their share of the tokens: {', '.join(places)}."
+    return f"{whole}; groups farthest from their share of the tokens: {', '.join(places)}."
 
 
 def _is_clear(found: Explanation) -> bool:
-    """Tell whether the whole is far enough from zero to be divided by."""
+    """Return whether the whole is far enough from zero to divide by it."""
     return found.difference_se is not None and abs(found.difference) > 2 * found.difference_se
 
 
@@ -382,8 +390,8 @@ def _share(group: Group, found: Explanation) -> str:
     return f"{round(group.part / found.difference, 2) + 0.0:.0%}"  # never -0%
 
 
-def describe(found: Explanation) -> str:
-    """Write the explanation as tables."""
+def describe_explanation(found: Explanation) -> str:
+    """Format the explanation as tables."""
     header = ("tokens", "A", "B", "B - A", "se", "part", "se", "of all", "")
     rows: list[tuple[str, ...]] = []
     for split in found.splits:
@@ -411,6 +419,6 @@ def describe(found: Explanation) -> str:
         f"{found.tokens:,} tokens of {fmt.number_of(found.units, found.unit)}{f' ({steps})' if steps else ''}. "
         f"part: tokens x (B - A); the parts of a split add up to {found.difference:+.4f}, which is "
         f"{abs(found.difference - found.exact_difference):.1g} from the exact difference, because losses are kept in "
-        f"fp16. se: over {found.unit}s. *: its part differs from its share of the tokens beyond noise "
-        f"(p < {NOISE:g}, Bonferroni over all groups)."
+        f"fp16. se: over {found.unit}s. *: the part differs from the group's share of the tokens by more than noise "
+        f"(p < {ALPHA:g}, Bonferroni over all groups)."
     )

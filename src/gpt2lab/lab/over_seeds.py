@@ -1,7 +1,7 @@
-"""Two settings, trained with the same seeds: the error over seeds and the error over documents, side by side. No torch.
+"""Settings trained with the same seeds: the error over seeds and the error over documents, side by side. No torch.
 
-The two answer different questions and are never added. Over seeds: would other seeds show the difference too, on the
-same documents? Over documents: would other documents show it too, with the same trained models?
+The two answer different questions and are never added. Over seeds: would other seeds show the difference as well, on
+the same documents? Over documents: would other documents show it as well, with the same trained models?
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from gpt2lab import fmt
 from gpt2lab.evaluation.results import Results
-from gpt2lab.evaluation.uncertainty import ALPHA, estimate_mean, t_half_width
-from gpt2lab.lab.seeds import (
+from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.lab.stats import (
+    ALPHA,
     MOST_SEEDS,
     OverSeeds,
     SeedsNeeded,
@@ -25,31 +26,32 @@ from gpt2lab.lab.seeds import (
     holm,
     over_seeds,
     seeds_needed,
+    t_half_width,
 )
 
-SMALLEST = 0.01  # nats per token: a difference that is worth seeds
+SMALLEST = 0.01  # nats per token: a difference that is worth more seeds
 QUESTIONS = (
-    "Over seeds: would other seeds show the difference too, on the same {unit}s? "
-    "Over {unit}s: would other {unit}s show it too, with the same trained models? "
-    "Neither error includes the other, and they are not added. "
+    "Over seeds: would other seeds show the difference as well, on the same {unit}s? "
+    "Over {unit}s: would other {unit}s show it as well, with the same trained models? "
+    "Neither error includes the other; they are not added. "
     "Differences over seeds are paired by seed and assumed Gaussian."
 )
 
-LOSS = "val_loss"  # the one metric of which is known that less is better
-# Of another metric: higher or lower.
+LOSS = "val_loss"  # the only metric that is known to be better when lower
+# Of other metrics: higher or lower.
 Verdict = Literal["better", "worse", "higher", "lower", "equal", "not decided"]
 
 
 @dataclass(frozen=True)
 class OverUnits:
-    """The difference over the units of an evaluation, such as documents, of the mean over seeds."""
+    """The difference of the means over seeds, estimated over the units of an evaluation, such as documents."""
 
     unit: str
     n: int
     effective_n: float
     paired: bool  # both settings were evaluated on the same units
     mean: float
-    low: float | None  # 95 % interval, clustered by unit; None of a single unit
+    low: float | None  # 95 % interval, clustered by unit; None for a single unit
     high: float | None
 
 
@@ -60,20 +62,20 @@ class Comparison:
     setting: str
     baseline: str
     over_seeds: OverSeeds
-    over_units: OverUnits | None  # None where no run keeps its evaluation unit by unit
-    p_holm: float | None  # of `over_seeds`, adjusted for all settings; None of a single seed
+    over_units: OverUnits | None  # None if the runs keep no results by unit
+    p_holm: float | None  # of `over_seeds`, adjusted for all settings; None for a single seed
     seeds_needed: SeedsNeeded | None
-    # With --until_decided. The t interval and test of `over_seeds` do not hold then: they chose their own seeds.
+    # With --until_decided. Then the t interval and test of `over_seeds` are not valid: the data chose the seeds.
     sequential: Sequential | None
     verdict: Verdict
     metric: str = LOSS
 
 
 def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverUnits | None:
-    """Return the difference b - a of the mean over runs, clustered by unit; runs of one setting share their units.
+    """Return the difference b - a of the means over runs, clustered by unit.
 
-    Units that both were evaluated on are paired. Otherwise the squared errors add up, as for two independent sets.
-    None if there is nothing, or if runs of one setting have other units.
+    If both settings were evaluated on the same units, these are paired; otherwise the squared errors add up, as for two
+    independent sets. None if there are no results, or if the runs of one setting have different units.
     """
     if not a or not b or any(r.units != runs[0].units for runs in (a, b) for r in runs):
         return None
@@ -108,10 +110,10 @@ def compare_all(
     tests: int | None = None,
     metric: str = LOSS,
 ) -> list[Comparison]:
-    """Compare settings with a baseline, given {setting: its differences, seed by seed, in the order of the seeds}.
+    """Compare settings with a baseline, given {setting: its differences, one per seed}.
 
-    Holm's correction serves the t tests. Confidence sequences, power and equality share alpha out evenly (Bonferroni).
-    `tests`: how many settings were to be compared, if more than these; one that diverged has p = 1.
+    The t tests are corrected by Holm. Confidence sequences, power and equality use alpha / tests (Bonferroni).
+    `tests`: number of settings that were to be compared, if more than these; one that diverged has p = 1.
     """
     tests = max(1, tests or len(differences))
     alpha = ALPHA / tests
@@ -148,7 +150,7 @@ def compare_all(
 
 
 def sentence(found: Comparison, *, smallest: float = SMALLEST) -> str:
-    """Say what a comparison shows, in one sentence."""
+    """Return what a comparison shows, in one sentence."""
     of = "" if found.metric == LOSS else f"{found.metric}: "
     return f"{of}{_verdict(found, smallest)}{_on_other_units(found.over_units)}."
 
@@ -163,7 +165,7 @@ def _verdict(found: Comparison, smallest: float) -> str:
     if seeds.low is None or seeds.high is None:
         return (
             f"not decided: {name} - {baseline} is {seeds.mean:+.4f}{_unit(found)} with one seed, which says nothing "
-            f"about others"
+            f"about other seeds"
         )
     mean, low, high = seeds.mean, seeds.low, seeds.high
     what, over = "95 % interval", f"over {seeds.seeds} seeds"
@@ -191,23 +193,23 @@ def _verdict(found: Comparison, smallest: float) -> str:
 
 
 def _power(found: Comparison) -> str:
-    """Say how many seeds would show the smallest difference that matters."""
+    """Return how many seeds would show the smallest difference that matters."""
     need, had = found.seeds_needed, found.over_seeds.seeds
     assert need is not None  # of several seeds it is known
     size = f"{need.difference:g}{_unit(found)}"
     what = f"would show a difference of {size} in {100 * need.power:.0f} % of cases"
     if need.seeds is None:
-        return f"only over {MOST_SEEDS:,} seeds {what}"
+        return f"only more than {MOST_SEEDS:,} seeds {what}"
     if need.seeds <= had:
         return f"{need.seeds} seeds {what}"
     return (
         f"about {need.seeds:,} seeds {what} (between {_count(need.low)} and {_count(need.high)}: "
-        f"{had} seeds tell the spread only roughly)"
+        f"{had} seeds estimate the spread only roughly)"
     )
 
 
 def _count(seeds: int | None) -> str:
-    return f"over {MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
+    return f"more than {MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
 
 
 def _on_other_units(found: OverUnits | None) -> str:
@@ -215,14 +217,14 @@ def _on_other_units(found: OverUnits | None) -> str:
         return ""
     units = fmt.number_of(found.n, found.unit)
     if found.low is None or found.high is None:
-        return f"; {units} do not show what others would"
+        return f"; {units} cannot show what others would"
     low, high = _numbers(found.low, found.high, sign="+")
     is_open = ", either sign is possible" if found.low <= 0 <= found.high else ""
-    others = "" if found.paired else ", not the same ones"
+    others = "" if found.paired else ", not paired"
     return f"; on other {found.unit}s {low} to {high} (95 %, {units}{others}){is_open}"
 
 
-def table(found: Sequence[Comparison], *, smallest: float = SMALLEST) -> list[list[str]]:
+def comparison_table(found: Sequence[Comparison], *, smallest: float = SMALLEST) -> list[list[str]]:
     """Return the header and the rows of a table of comparisons."""
     unit = next((one.over_units.unit for one in found if one.over_units), "document")
     sequential = any(one.sequential for one in found)
@@ -251,7 +253,7 @@ def _show(low: float | None, high: float | None) -> str:
 
 
 def _numbers(*values: float, sign: str = "") -> list[str]:
-    """Write numbers with two digits of their distance, at least two decimals."""
+    """Format numbers with two significant digits of their range, at least two decimals."""
     width = max(values) - min(values)
     digits = 4 if width <= 0 else min(6, max(2, 1 - math.floor(math.log10(width))))
     return [f"{value:{sign}.{digits}f}" for value in values]

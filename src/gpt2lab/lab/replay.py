@@ -1,8 +1,7 @@
-"""Replay steps of a run from one of its checkpoints: as they were, or with one thing changed.
+"""Replay steps of a run from one of its checkpoints: unchanged, or with one thing changed.
 
-A step is the trainer's own, on the components that a resume builds. Which samples it reads is what the log says that it
-consumed, so a run that was rewound replays as it went. No logger, saver or lock exists here: nothing of the run is
-written.
+A step is the trainer's own, on the components that a resume builds. It reads the samples that the log says it consumed,
+so a run that was rewound replays as it went. There is no logger, saver or lock: nothing is written to the run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.config.request import default_min_lr, make_request
+from gpt2lab.config.request import RunRequest, chosen_in, default_min_lr
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
@@ -31,6 +30,7 @@ from gpt2lab.distributed.strategy import Strategy, missing_for_compile
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
 from gpt2lab.training.components import Components
@@ -40,7 +40,7 @@ from gpt2lab.training.resolve import resolve
 from gpt2lab.training.steps import launch_step, state_after
 from gpt2lab.training.train_step import train_step
 
-# What is compared of a step, in the order in which one follows from the other: name, field of the event.
+# What is compared of a step, in the order of cause and effect: name, field of the event.
 QUANTITIES = (
     ("batch", "batch_hash"),
     ("learning rate", "lr"),
@@ -48,17 +48,17 @@ QUANTITIES = (
     ("gradient norm", "grad_norm"),
     ("update", "updated"),
 )
-# Relative, where sums have another order: of several ranks, or of a compiled run that is replayed without compiling.
+# Relative tolerance where sums have another order: several ranks, or a compiled run that is replayed uncompiled.
 ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
 _LOCATION = ("run_name", "checkpoint_dir")
 
 
 @dataclass(frozen=True)
 class Change:
-    """The one thing that a replay does otherwise; none by default.
+    """The one thing that a replay changes; by default nothing.
 
-    Samples and documents are left out of the loss: their targets are masked, and the loss is the mean over the targets
-    that are left. The tokens stay what other targets see before them.
+    Samples and documents are left out of the loss: their targets are masked, and the loss is the mean over the others.
+    Their tokens remain context of other targets.
     """
 
     without_samples: frozenset[int] = frozenset()
@@ -67,7 +67,7 @@ class Change:
     dtype: Literal["fp32", "bf16"] | None = None
 
     def describe(self) -> str | None:
-        """Write it for people; None if nothing is changed.
+        """Return the change in words; None if nothing is changed.
 
         Raises: ConfigError if it is more than one thing.
         """
@@ -89,14 +89,24 @@ UNCHANGED = Change()
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step that was taken again."""
+    """A replayed step."""
 
-    # Number and QUANTITIES by the names of the log; a number that is not finite is None.
+    # `step` and QUANTITIES, by the names of the log; a non-finite number is None.
     event: Event
     logged: Event
     num_targets: int
-    # L2 norm of each layer's gradient before clipping, where it was asked for; None: not finite.
+    # L2 norm of the gradient of each layer before clipping, if asked for; None: not finite.
     layers: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first replayed step that is not as logged."""
+
+    step: int
+    quantity: str  # a name of QUANTITIES
+    logged: Any
+    replayed: Any
 
 
 def first_difference(
@@ -104,7 +114,7 @@ def first_difference(
 ) -> tuple[str, str] | None:
     """Return the first of QUANTITIES in which two events of a step differ, (name, field); None if none does.
 
-    `tolerance`: relative, by field; default every bit.
+    `tolerance`: relative, by field; by default values must be equal.
     """
     for name, field in QUANTITIES:
         x, y = a.get(field), b.get(field)
@@ -119,7 +129,7 @@ def first_difference(
 
 
 def settings_of(run_dir: Path, log: Log, attempt: int) -> dict[str, Any]:
-    """Return the settings of a start of a run: those of the last one, with the changes of later resumes undone."""
+    """Return the settings of one start of a run: the current ones, with the changes of later resumes undone."""
     settings = to_flat(history.read_config(run_dir))
     for event in reversed(log.of_kind("resume")):
         if event["attempt"] > attempt:
@@ -129,7 +139,7 @@ def settings_of(run_dir: Path, log: Log, attempt: int) -> dict[str, Any]:
 
 
 def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") -> list[str]:
-    """Return a line for each fact that differs, `threads 1 -> 2`, in the order of their names in the first."""
+    """Return a line for each value that differs, `threads 1 -> 2`, in the order of `before`."""
     names = [*before, *(name for name in now if name not in before)]
     return [
         f"{name} {before.get(name)} {link} {now.get(name)}"
@@ -143,16 +153,16 @@ def open_replay(
 ) -> Replay:
     """Load the newest intact checkpoint before step `first`, to replay steps up to `last`.
 
-    `data_dir`: what --data_dir says, if the run's data were moved.
+    `recipe`: of the run. `data_dir`: where the run's data is now, if it was moved.
 
-    Raises: ConfigError if there is none, or a step was not taken; CheckpointError, DataError.
+    Raises: ConfigError if there is none, or a step was not trained; CheckpointError, DataError.
     """
     if "RANK" in os.environ:
         raise ConfigError("a replay is one process; start it without torchrun")
     log, name = history.read_log(run_dir), paths.display_path(run_dir)
     numbers = log.numbers
     if not len(numbers):
-        raise ConfigError(f"{name}: has taken no step")
+        raise ConfigError(f"{name}: has trained no step")
     if first < 1 or last < first or not {first, last} <= set(numbers.tolist()):
         asked, taken = fmt.steps(first, last), fmt.steps(numbers[0], numbers[-1])
         raise ConfigError(f"{name}: no {asked}; it has {taken}")
@@ -162,15 +172,18 @@ def open_replay(
         try:
             replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
         except CheckpointError as error:
-            notes.append(f"passed over: {error}")
+            notes.append(f"skipped: {error}")
         else:
+            say(
+                f"replaying {fmt.number_of(last - info.step, 'step')} from the checkpoint of step {info.step}"
+            )
             replay.notes = tuple(notes)
             return replay
     if notes:
-        raise CheckpointError(f"no intact checkpoint before step {first} is left; {notes[0]}")
+        raise CheckpointError(f"no intact checkpoint before step {first}; {notes[0]}")
     least = infos[0].step + 1 if infos else None
     left = "it has no checkpoint" if least is None else f"steps from {least} on can be replayed"
-    raise ConfigError(f"{name}: no checkpoint before step {first} is left; {left}")
+    raise ConfigError(f"{name}: no checkpoint before step {first}; {left}")
 
 
 def _open(
@@ -190,39 +203,31 @@ def _open(
     _require_one_setting(run_dir, log, events, first=first)
     attempt = events[info.step + 1]["attempt"]
     record = history.record_of_start(run_dir, attempt)
-    saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
-    values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
-    # As typed: a start with another optimizer must name its rate, and a floor that is not named follows the peak.
-    values |= {name: wanted[name] for name in ("max_lr", "min_lr")}
-    if begin := log.begin_of(attempt):  # by epochs or tokens, other data would mean another length
-        values["max_steps"] = begin["max_steps"]
-    values |= {"checkpoint_mirror": None, "hellaswag_path": None}
+    values = _settings_then(run_dir, log, attempt, info)
     config = with_data_at(override(info.config(), values), data_dir)
     if data_dir:
-        values["data_dir"] = config.data.data_dir
         data = recipe.open_data(config, history.read_tokenizer(run_dir))
         trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
         require_same_data(data, trained_on, words=data_dir, run=run_dir.name)
-    # The environment: here, and as it was.
+        values["data_dir"] = config.data.data_dir
+    saved_on = record.get("environment") or info.manifest["environment"]
     runtime, rounding = Runtime(), None
     runtime.use(config.system)
-    saved_on = record.get("environment") or info.manifest["environment"]
     if saved_on.get("world_size", 1) > 1 and config.system.reduce != "exact":
-        rounding = "the run's ranks summed in another order than one process does"
+        rounding = "the ranks of the run summed in another order than one process does"
     lacks = missing_for_compile(runtime.device) if config.system.compile == "on" else None
     if lacks:
         values["compile"] = "off"
         rounding = f"the run was compiled, and nothing can compile here ({lacks})"
     if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
         torch.set_num_threads(threads)  # sums depend on it
-    # From here on as the trainer resumes.
-    is_tuned = wanted["instructions"] is not None
-    request = make_request(
-        values,
-        recipe="finetune" if is_tuned else "pretrain",
+    request = RunRequest(
+        config=override(info.config(), {"run_name": None}),
+        recipe="pretrain" if info.config().tuning.instructions is None else "finetune",
         resume=str(info.path),
-        allow_change=",".join([*LEAVES, "data"]),
-    )
+        allowed_changes=frozenset({*LEAVES, "data"}),
+    ).with_settings(**values)
+    # From here on as the trainer resumes.
     start = choose_hardware(resolve(request, recipe, world_size=1, set_aside=False), runtime)
     model = recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
@@ -230,8 +235,25 @@ def _open(
     return Replay(components, events, saved_on=saved_on, rounding=rounding)
 
 
+def _settings_then(run_dir: Path, log: Log, attempt: int, info: CheckpointInfo) -> dict[str, Any]:
+    """Return the settings of a start of a run that must be chosen again when its checkpoint is resumed."""
+    saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
+    values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
+    values["max_lr"] = wanted["max_lr"]  # another optimizer needs its own
+    is_chosen = "min_lr" in chosen_in(info.manifest["config"])
+    if is_chosen or wanted["min_lr"] != default_min_lr(wanted["max_lr"]):
+        values["min_lr"] = wanted["min_lr"]
+    else:
+        values.pop("min_lr", None)  # it follows the peak
+    if begin := log.begin_of(
+        attempt
+    ):  # with epochs or tokens, other data would mean another length
+        values["max_steps"] = begin["max_steps"]
+    return values | {"checkpoint_mirror": None, "hellaswag_path": None}
+
+
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
-    """Reject steps between which a resume changed what decides the numbers.
+    """Reject a range of steps within which a resume changed settings that training depends on.
 
     Raises: ConfigError.
     """
@@ -243,16 +265,16 @@ def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, f
         changed = [n for n in resume["changes"] if n == "data" or policy_of(n, config) == "guarded"]
         if changed and attempt in attempts:
             step = resume["step"]
-            fix = "replay the steps before and after it alone"
+            fix = "replay the steps before and after it separately"
             if step < first:
-                fix = f"no checkpoint from step {step} on is left to replay later ones from"
+                fix = f"no checkpoint from step {step} on is left to replay later steps from"
             raise ConfigError(
                 f"{paths.display_path(run_dir)}: a resume after step {step} changed {', '.join(changed)}; {fix}"
             )
 
 
 class Replay:
-    """A run as it was after some step. It goes on step by step."""
+    """A run as it was after some step; it continues step by step."""
 
     def __init__(
         self,
@@ -262,31 +284,25 @@ class Replay:
         saved_on: dict[str, Any],
         rounding: str | None,
     ) -> None:
-        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in; `rounding`: why
-        not every bit is promised.
+        """`logged`: the events of the steps to replay; `saved_on`: the environment they were trained in; `rounding`:
+        why results are equal only up to rounding, None if they are equal bit for bit.
         """
         self.components, self.logged = components, logged
-        self.notes: tuple[str, ...] = ()  # checkpoints that were passed over
+        self.notes: tuple[str, ...] = ()  # checkpoints that were skipped
         self.start, self.state = components.start, components.state
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader
-        # The first step that is not as logged, and the name and field of what differs in it.
-        self.departure: tuple[ReplayedStep, str, str] | None = None
+        self.departure: Departure | None = None
         self._documents: Documents | None = None
         self.rounding = rounding
 
     @property
     def tolerance(self) -> dict[str, float] | None:
-        """How far a replay may be from the log, relative, by field; None: no bit."""
+        """The relative tolerance of a replay, by field; None: none."""
         return ROUNDING if self.rounding else None
 
-    @property
-    def run(self) -> Path:
-        """The run's folder."""
-        return self.start.run_dir
-
     def other_environment(self) -> list[str]:
-        """Name what differs between the environment of the run and this one."""
+        """Return what differs between the environment of the run and this one."""
         return other_values(self.saved_on, self.components.facts["environment"])
 
     def close(self) -> None:
@@ -294,7 +310,7 @@ class Replay:
         self.loader.reader.close()
 
     def apply(self, change: Change) -> None:
-        """Take the steps from here on with another rate or precision; samples are left out by `take`.
+        """Change the learning rate or precision of the steps from here on; `take` leaves out samples.
 
         Raises: ConfigError.
         """
@@ -324,7 +340,7 @@ class Replay:
         self.components = dataclasses.replace(self.components, start=self.start, strategy=strategy)
 
     def batch(self) -> GlobalBatch:
-        """Read what the log says that the next step consumed."""
+        """Read the batch that the log says the next step consumed."""
         return self.loader.fetch(self.logged[self.state.step + 1]["first_sample"])
 
     def samples_of(self, step: int) -> np.ndarray:
@@ -335,13 +351,13 @@ class Replay:
     def documents(self) -> Documents:
         """Return the documents of the training data.
 
-        Raises: ConfigError if they are not known.
+        Raises: ConfigError if they are unknown.
         """
         if self._documents is None and self.start.config.tuning.instructions is None:
             self._documents = find_documents(self.start.data)
         if self._documents is None:
             raise ConfigError(
-                f"{paths.display_path(self.start.data.folder)}: nothing marks its documents; "
+                f"{paths.display_path(self.start.data.folder)}: its documents are not marked; "
                 f"leave out samples instead"
             )
         return self._documents
@@ -349,7 +365,7 @@ class Replay:
     def mask(self, step: int, change: Change) -> np.ndarray:
         """Return which targets of a step a change leaves out, (S, T) bool.
 
-        Raises: ConfigError if documents are not known.
+        Raises: ConfigError if documents are unknown.
         """
         samples, T = self.samples_of(step), self.start.config.model.context_length
         if change.without_documents:
@@ -360,7 +376,7 @@ class Replay:
         return np.repeat(rows_out[:, None], T, axis=1)
 
     def require(self, change: Change, steps: range) -> None:
-        """Reject samples or documents that none of these steps trained on.
+        """Reject a change of samples or documents that none of these steps trained on.
 
         Raises: ConfigError.
         """
@@ -375,11 +391,11 @@ class Replay:
             one = Change(without_documents=frozenset({number}))
             if not any(self.mask(step, one).any() for step in steps):
                 raise ConfigError(
-                    f"document {number:,}: no target of it in {fmt.steps(steps[0], steps[-1])}"
+                    f"document {number:,}: none of its targets is in {fmt.steps(steps[0], steps[-1])}"
                 )
 
     def take(self, change: Change = UNCHANGED, *, layers: bool = False) -> ReplayedStep:
-        """Take the next step."""
+        """Replay the next step."""
         number = self.state.step + 1
         batch = self.batch()
         if change.without_samples or change.without_documents:
@@ -408,23 +424,24 @@ class Replay:
         }  # 0 of an infinite norm
         taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
         found = first_difference(taken.logged, event, tolerance=self.tolerance)
-        # No change touches the samples that are read: other ones are other data.
+        # No change affects which samples are read: a different batch means different data.
         if found and self.departure is None and (change == UNCHANGED or found[0] == "batch"):
-            self.departure = (taken, *found)
+            name, field = found
+            self.departure = Departure(number, name, taken.logged.get(field), event[field])
         return taken
 
     def take_until(
         self, last: int, change: Change = UNCHANGED, *, layers: bool = False
     ) -> list[ReplayedStep]:
-        """Take all steps up to `last`."""
+        """Replay all steps up to `last`."""
         return [self.take(change, layers=layers) for _ in range(self.state.step, last)]
 
     def measure(
         self, batch: GlobalBatch, look: Callable[[], None] = lambda: None
     ) -> tuple[float, float]:
-        """Return loss and gradient norm of a batch with the weights as they are, which stay.
+        """Return loss and gradient norm of a batch with the current weights, which are not updated.
 
-        `look` is called when the gradients are there, unclipped.
+        `look` is called when the gradients are complete, before clipping.
         """
         stats = train_step(
             self.components.trained,
@@ -445,9 +462,9 @@ def _finite(value: float) -> float | None:
 
 
 def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatch:
-    """Return a batch of one process without some targets, (S, T) bool; its loss is the mean over those left.
+    """Return a batch without the targets of a mask, (S, T) bool; its loss is the mean over the others.
 
-    Raises: ConfigError if none is left.
+    Raises: ConfigError if no target is left.
     """
     micro_batches, begin = [], 0
     for micro in batch.micro_batches:
@@ -473,3 +490,147 @@ def layer_norms(model: torch.nn.Module) -> dict[str, float]:
             square = parameter.grad.detach().double().square().sum().item()
             squares[layer] = squares.get(layer, 0.0) + square
     return {layer: math.sqrt(square) for layer, square in squares.items()}
+
+
+# -- the result ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """The steps of a replay beside the log."""
+
+    run: Path
+    from_step: int
+    change: str | None
+    shown: list[ReplayedStep]
+    # Gradient norms of the same steps without the change.
+    unchanged_layers: dict[int, dict[str, float | None]]
+    departure: Departure | None  # of the unchanged steps from the log
+    other_environment: list[str]  # what differs from the environment of the run
+    rounding: str | None  # why bits are not compared
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "run": str(self.run),
+            "from_step": self.from_step,
+            "change": self.change,
+            "compared": "rounding" if self.rounding else "bits",
+            "departure": self.departure and dataclasses.asdict(self.departure),
+            "environment": self.other_environment,
+            "steps": [
+                {
+                    "step": step.event["step"],
+                    "logged": {name: step.logged.get(name) for name in step.event},
+                    "replayed": step.event,
+                    "targets": step.num_targets,
+                    "layers": step.layers,
+                    "layers_unchanged": self.unchanged_layers.get(step.event["step"], {}),
+                }
+                for step in self.shown
+            ],
+        }
+
+    def describe(self) -> str:
+        """Format the result."""
+        first, last = self.shown[0].event["step"], self.shown[-1].event["step"]
+        lines = [
+            f"{paths.display_path(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
+            f"{self.from_step}{f', {self.change}' if self.change else ''}",
+            *self.notes,
+        ]
+        rows = [
+            [
+                str(step.event["step"]),
+                *(
+                    fmt.number(value, ".6f")
+                    for name in ("loss", "grad_norm")
+                    for value in (step.logged.get(name), step.event[name])
+                ),
+                f"{step.event['lr']:.4g}",
+                f"{step.num_targets:,}",
+            ]
+            for step in self.shown
+        ]
+        header = ["step", "loss logged", "now", "norm logged", "now", "lr now", "targets"]
+        lines.append(fmt.table(header, rows))
+        for step in self.shown if self.shown[0].layers else []:
+            as_was = self.unchanged_layers.get(step.event["step"])
+            titles = ["layer", "norm unchanged", "now"] if as_was else ["layer", "norm"]
+            body = [
+                [name, *(fmt.number(of[name], ".6f") for of in (as_was, step.layers) if of)]
+                for name in step.layers
+            ]
+            lines += [f"step {step.event['step']}, gradient norm by layer", fmt.table(titles, body)]
+        lines.append(self._verdict(first if self.change else last + 1))
+        return "\n".join(lines)
+
+    def _verdict(self, end: int) -> str:
+        """Return whether the unchanged steps, those before `end`, are as logged."""
+        begin = self.from_step + 1
+        if self.departure is not None:
+            found = self.departure
+            other = ", ".join(self.other_environment)
+            why = f"; likely cause: {other}" if other else ""
+            return (
+                f"not as logged: step {found.step} is the first that differs, in its {found.quantity} "
+                f"(logged {_short(found.logged)}, now {_short(found.replayed)}){why}"
+            )
+        if begin == end:
+            return "the change begins with the first step, so no step was compared with the log"
+        which = fmt.steps(begin, end - 1)
+        if self.rounding is None:
+            return f"{which}: batch, learning rate, loss and gradient norm are bitwise as logged"
+        return (
+            f"{which}: the same batches and learning rates; losses within 1e-5 and gradient norms within 1e-4, because "
+            f"{self.rounding}"
+        )
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else repr(value)
+
+
+def replay(
+    run_dir: Path,
+    recipe: Recipe,
+    steps: range,
+    change: Change,
+    *,
+    layers: bool = False,
+    data_dir: tuple[str, ...] = (),
+) -> ReplayResult:
+    """Replay the steps before `steps` unchanged, then `steps` with the change.
+
+    `layers`: with the gradient norm of each layer. `data_dir`: where the run's data is now, if it was moved.
+
+    Raises: ConfigError, CheckpointError, DataError: see `open_replay`; ConfigError for a change of something that none
+        of these steps trained on.
+    """
+    described = change.describe()
+    unchanged: dict[int, dict[str, float | None]] = {}
+    if layers and described is not None:
+        as_was = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
+        taken = as_was.take_until(steps[-1], layers=True)
+        unchanged = {step.event["step"]: step.layers for step in taken}
+        as_was.close()
+    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
+    again.require(change, steps)
+    before = steps[0] - 1 if described else steps[-1]
+    taken = again.take_until(before, layers=layers)
+    if described:
+        again.apply(change)
+        taken += again.take_until(steps[-1], change, layers=layers)
+    again.close()
+    return ReplayResult(
+        run_dir,
+        again.from_step,
+        described,
+        [step for step in taken if step.event["step"] in steps],
+        {number: norms for number, norms in unchanged.items() if number in steps},
+        again.departure,
+        again.other_environment(),
+        again.rounding,
+        again.notes,
+    )

@@ -44,11 +44,11 @@ def test_ratios_are_taken_seed_by_seed(tmp_path):
     table.write_text(json.dumps({"settings": settings}))
     found = fewer_tokens.read(table)
     assert [tokens for tokens, _ in found.reached] == pytest.approx([200, 200])
-    assert found.ratio.value == pytest.approx(0.2)
-    assert found.ratio.half_interval == pytest.approx(
+    assert found.ratio.mean == pytest.approx(0.2)
+    assert found.ratio.half_width == pytest.approx(
         0
     )  # though the seeds' losses are 2 nats apart
-    assert found.seconds_ratio.value == pytest.approx((10 + 10 / 3) / 1000**0.5)
+    assert found.seconds_ratio.mean == pytest.approx((10 + 10 / 3) / 1000**0.5)
     base, model = fewer_tokens.points([found])["settings"]
     assert (base["setting"], model["setting"]) == ("m-True", "m-False")
     assert model["curves"][1] == {"tokens": [100, 400], "seconds": [10, 20], "losses": [6.0, 4.0]}
@@ -77,4 +77,4 @@ def test_the_page_shows_what_the_files_hold(table):
 def test_the_page_of_the_presets_cites_the_ratio_of_each_file(table):
     page = " ".join((REPOSITORY / "docs" / "modern.md").read_text().split())
     ratio = fewer_tokens.read(table).ratio
-    assert f"[{ratio.value:.3f} ± {ratio.half_interval:.3f}](fewer_tokens/{table.name})" in page
+    assert f"[{ratio.mean:.3f} ± {ratio.half_width:.3f}](fewer_tokens/{table.name})" in page

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands import ablate
 from gpt2lab.errors import GPT2LabError
+from gpt2lab.lab import seed_runs
+from gpt2lab.lab.seed_runs import SeedRun
 from tiny import parse, pretrain
 
 
@@ -16,14 +17,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
     names: list[str] = []
 
-    def run_here(_: Any, argv: list[str], *__: Any) -> tuple[int, str]:
-        command = parse(argv)
-        names.append(str(command.config.checkpoint.run_name))
+    def run_here(_: Any, run: SeedRun, *__: Any) -> tuple[int, str]:
+        names.append(run.name)
+        run.write_settings()
         try:
-            pretrain(command)
+            pretrain(parse(run.trainer_words()))
         except GPT2LabError as error:
             return error.exit_code, f"error: {error}\n"
         return 0, ""
 
-    monkeypatch.setattr(ablate._Trainers, "run", run_here)
+    monkeypatch.setattr(seed_runs._Trainers, "run", run_here)
     return names

@@ -1,4 +1,4 @@
-"""gpt2lab ablate: what it rejects, what it reads off the curves, and that nothing finished is run again."""
+"""`gpt2lab ablate`: what it rejects, what it reads off the curves, and that nothing complete is trained again."""
 
 from __future__ import annotations
 
@@ -14,26 +14,40 @@ import pytest
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands import ablate
-from gpt2lab.commands.ablate import plan_runs, read_settings, run_all
-from gpt2lab.commands.ablation_table import (
+from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
+from gpt2lab.lab import seed_runs
+from gpt2lab.lab.ablation import (
+    Ablation,
     Curve,
-    Mean,
-    Row,
+    TableRow,
     compare,
     diverged_sentences,
-    mean,
     reach,
     read_curve,
     write_markdown,
-    write_table,
 )
-from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
+from gpt2lab.lab.seed_runs import SeedRun, check_runs, run_all
+from gpt2lab.lab.stats import OverSeeds, over_seeds
 from gpt2lab.report.plots import View, draw_table
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import CONTEXT, VOCAB, parse, pretrain
 
 FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
+
+
+def plan_runs(
+    settings: dict[str, list[str]], shared: list[str], *, seeds: tuple[int, ...], out: Path
+) -> list[SeedRun]:
+    runs = seed_runs.plan_runs(read_requests(settings, shared), seeds=seeds, out=out)
+    check_runs(runs)
+    return runs
+
+
+def exactly(value: float) -> OverSeeds:
+    """Return the mean of two seeds that agree."""
+    return over_seeds([value, value])
 
 
 # -- the settings file -------------------------------------------------------------------------------------------
@@ -52,7 +66,7 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
     [
         ("plain\nb: x", "line 1: not `name: flags"),
         ("a: x\nb/c: y", "line 2: not `name: flags"),
-        ("a: x\na: y", "line 2: a second setting a"),
+        ("a: x\na: y", "line 2: setting a is duplicated"),
         ("a: 'x\nb: y", "line 1: No closing quotation"),
         ("a: x", "1 setting; a comparison needs at least 2"),
     ],
@@ -90,16 +104,16 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     fast = Curve((100, 200), (1.5, 3.0), (4.0, 3.0))
     half = Curve((100, 200), (1.5, 3.0), (4.5, 3.0))
     base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
-    assert (base.tokens_ratio, base.tokens_to_loss) == (Mean(1.0, 0, 0), Mean(300.0, 0, 0))
+    assert (base.tokens_ratio, base.tokens_to_loss) == (exactly(1.0), exactly(300.0))
     first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
     assert rival.tokens_ratio is not None
-    assert rival.tokens_ratio.value == pytest.approx((first + second) / 2)
-    assert rival.tokens_ratio.error == pytest.approx((first - second) / 2)
+    assert rival.tokens_ratio.mean == pytest.approx((first + second) / 2)
+    assert rival.tokens_ratio.se == pytest.approx((first - second) / 2)
     assert rival.seconds_ratio is not None
-    assert rival.seconds_ratio.value == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
+    assert rival.seconds_ratio.mean == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
     assert (rival.tokens, rival.reached) == (200, 2)
     assert rival.loss_difference is None  # after fewer tokens
-    assert base.loss_difference == Mean(0, 0, 0)
+    assert base.loss_difference == exactly(0.0)
 
 
 def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
@@ -112,38 +126,35 @@ def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
     _, rival = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
     found = rival.loss_difference
     assert found is not None
-    assert found.value == pytest.approx(-0.55)
-    assert found.error == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
-    assert found.half_interval == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
+    assert found.mean == pytest.approx(-0.55)
+    assert found.se == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
+    assert found.half_width == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
 
 
 def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
     flat = Curve((100,), (1.0,), (9.0,))
     _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
     assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
-    assert rival.loss == mean([3.5, 9.0])
-    assert mean([1.0]) == Mean(1.0, None, None)
+    assert rival.loss == over_seeds([3.5, 9.0])
 
 
 def test_a_setting_that_diverged_has_no_number() -> None:
     """Its other seeds are no fair sample: it chose them. A baseline that diverged leaves nothing to compare."""
-    base, rival, other = compare(
-        {"a": [FALLING] * 2, "b": [FALLING, None], "c": [FALLING] * 2}, target=None
-    )
-    assert rival == Row("b", 2, diverged=1)
-    assert (base.reached, other.reached, other.loss_difference) == (2, 2, Mean(0, 0, 0))
-    assert "| b | 2 | n/a | diverged in 1 of 2 seeds | n/a |" in write_markdown(
-        [base, rival, other], target=None
-    )
+    curves = {"a": [FALLING] * 2, "b": [FALLING, None], "c": [FALLING] * 2}
+    base, rival, other = compare(curves, target=None)
+    assert rival == TableRow("b", 2, diverged=1)
+    assert (base.reached, other.reached, other.loss_difference) == (2, 2, exactly(0.0))
+    written = write_markdown([base, rival, other], target=None)
+    assert "| b | 2 | n/a | diverged in 1 of 2 seeds | n/a |" in written
     none, left = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=None)
-    assert none == Row("a", 2, diverged=1)
-    assert (left.loss, left.tokens) == (Mean(3.5, 0, 0), 300)
+    assert none == TableRow("a", 2, diverged=1)
+    assert (left.loss, left.tokens) == (exactly(3.5), 300)
     assert (left.loss_difference, left.tokens_to_loss, left.reached) == (None, None, None)
     assert diverged_sentences([none, left]) == {
         "a": "a diverged in 1 of 2 seeds, so nothing is compared with it."
     }
     _, reached = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=3.5)
-    assert (reached.tokens_to_loss, reached.tokens_ratio) == (Mean(300, 0, 0), None)
+    assert (reached.tokens_to_loss, reached.tokens_ratio) == (exactly(300.0), None)
 
 
 # -- the runs ----------------------------------------------------------------------------------------------------
@@ -160,14 +171,12 @@ def shared(tiny_data: Path) -> list[str]:
 
 
 def test_finished_runs_are_read_and_unfinished_ones_go_on(
-    shared: list[str],
-    started: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"cold": ["--max_lr=0.0001"], "hot": ["--max_lr=0.01", "--optimizer=muon"]}
     runs = plan_runs(settings, shared, seeds=(1, 2), out=tmp_path)
-    pretrain(parse([*runs[1].command.argv, "--stop_after_steps=3"]))  # a start that was cut short
+    runs[1].write_settings()
+    pretrain(parse([*runs[1].trainer_words(), "--stop_after_steps=3"]))  # a start cut short
     run_all(runs)
     assert started == ["cold_seed1", "hot_seed1", "cold_seed2", "hot_seed2"]
     resumes = launch.events(tmp_path / "hot_seed1", "resume")
@@ -176,7 +185,7 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
     run_all(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path))
     assert len(started) == 4
     assert capsys.readouterr().err.endswith("[4/4] hot_seed2: complete\n")
-    markdown, as_json = write_table(runs, tmp_path, target=None)
+    markdown, as_json = Ablation({}, tmp_path).write(runs)
     written = json.loads((tmp_path / "ablation.json").read_text())
     assert written == json.loads(json.dumps(as_json))
     assert (tmp_path / "ablation.md").read_text() == markdown + "\n"
@@ -187,20 +196,13 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
     assert list(cold["curves"][1]["losses"]) == logged[1:]
     assert markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
 
-    with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02; name the setting"):
-        plan_runs(
-            {**settings, "hot": ["--max_lr=0.02", "--optimizer=muon"]},
-            shared,
-            seeds=(1,),
-            out=tmp_path,
-        )
+    settings["hot"][0] = "--max_lr=0.02"
+    with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02"):
+        plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
 def test_the_vocabulary_follows_the_data(
-    shared: list[str],
-    started: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
@@ -226,20 +228,20 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
 def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
     shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_of, main = ablate._start_of, threading.main_thread().ident
+    start_of, main = seed_runs.start_of, threading.main_thread().ident
     runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
 
-    def interrupted(command: Any) -> Any:
+    def interrupted(run: SeedRun) -> Any:
         assert main is not None
         time.sleep(0.2)  # until the main thread waits for this one
         signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.2)  # in which the main thread looks for trainers that run
-        return start_of(command)
+        return start_of(run)
 
-    monkeypatch.setattr(ablate, "_start_of", interrupted)
+    monkeypatch.setattr(seed_runs, "start_of", interrupted)
     with pytest.raises(SavedInterrupt, match="start again"):
         run_all(runs, jobs=2)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["settings"]
 
 
 def test_runs_that_end_after_another_failed_count_as_complete(
@@ -258,17 +260,14 @@ def test_runs_that_end_after_another_failed_count_as_complete(
         *plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path),
         *plan_runs({"b": []}, shared, seeds=(2,), out=tmp_path),
     ]
-    monkeypatch.setattr(ablate, "_carry_out_one", train)
+    monkeypatch.setattr(seed_runs, "_run_one", train)
     with pytest.raises(CheckError, match="a failed"):
         run_all(runs, jobs=2, refresh=seen.append)
     assert seen == [runs[1:]]
 
 
 def test_a_run_that_diverges_is_recorded_and_the_others_go_on(
-    shared: list[str],
-    started: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "s.txt").write_text("base:\nhot: --max_lr=1e30\ncold: --max_lr=1e-5\n")
     out = tmp_path / "out"
@@ -304,11 +303,11 @@ def _raise(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--seed=3"], "setting b: --seed is set by the ablation itself"),
-        (["--resume=latest"], "setting b: --resume is set by the ablation itself"),
+        (["--seed=3"], "setting b: --seed is set by ablate itself"),
+        (["--resume=latest"], "setting b: --resume is set by ablate itself"),
         (["--max_lrr=1"], "setting b: unknown flag --max_lrr: did you mean --max_lr"),
         (["--n_head=3"], "setting b: n_embd 16 is not a multiple of n_head 3"),
-        (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses would not compare"),
+        (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses are not comparable"),
     ],
 )
 def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
@@ -323,34 +322,31 @@ def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
 
 def test_a_flag_with_several_values_is_a_grid() -> None:
     argv = ["s.txt", "--out=x", "--max_lr", "1e-3", "2e-3", "--max_tokens", "1M", "--jobs", "2"]
-    words, shared, grid = ablate.take_grid([*argv, "--use_tensorboard", "--n_layer=1"])
+    words, shared, grid = take_grid([*argv, "--use_tensorboard", "--n_layer=1"], ablate._OWN)
     assert words == ["s.txt", "--out=x", "--jobs", "2"]
     assert shared == ["--max_tokens", "1M", "--use_tensorboard", "--n_layer=1"]
     assert grid == {"max_lr": ["1e-3", "2e-3"]}
-    found = ablate.cross({"a": ["--seed=1"]}, grid | {"dropout": ["0", "0.1"]})
+    found = cross({"a": ["--seed=1"]}, grid | {"dropout": ["0", "0.1"]})
     assert next(iter(found)) == "a_max_lr-1e-3_dropout-0"
     assert found["a_max_lr-2e-3_dropout-0.1"] == ["--seed=1", "--max_lr=2e-3", "--dropout=0.1"]
     assert len(found) == 4
-    assert list(ablate.cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
-    with pytest.raises(ConfigError, match="--max_lr: 1 stands there twice"):
-        ablate.cross({"": []}, {"max_lr": ["1", "1"]})
+    assert list(cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
+    with pytest.raises(ConfigError, match="--max_lr: 1 is duplicated"):
+        cross({"": []}, {"max_lr": ["1", "1"]})
 
 
 @pytest.mark.parametrize(
-    ("flags", "taken"),
+    "flags",
     [
-        (["--config", "f.toml"], ["--config", "f.toml"]),
-        (["--config=f.toml"], ["--config=f.toml"]),
-        (["--preset", "1xa100"], ["--preset", "1xa100"]),
-        (["--no_deterministic"], ["--no_deterministic"]),
-        (["--use_tensorboard"], ["--use_tensorboard"]),
+        *(["--config", "f.toml"], ["--config=f.toml"], ["--preset", "1xa100"]),
+        *(["--no_deterministic"], ["--use_tensorboard"]),
     ],
 )
-def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> None:
+def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags: list[str]) -> None:
     own = ["--out", "x", "s.txt", "--json"]
     for argv in ([*flags, *own], [*own[:2], *flags, *own[2:]]):
-        words, shared, grid = ablate.take_grid(["--max_lr", "1e-3", "2e-3", *argv])
-        assert (words, shared) == (own, taken)
+        words, shared, grid = take_grid(["--max_lr", "1e-3", "2e-3", *argv], ablate._OWN)
+        assert (words, shared) == (own, flags)
         assert grid == {"max_lr": ["1e-3", "2e-3"]}
 
 
@@ -362,10 +358,7 @@ def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> N
             "unknown flag --learning_rate: here it is --max_lr",
         ),
         (["--out=x", "--max_lrr", "1", "2"], "unknown flag --max_lrr: did you mean --max_lr?"),
-        (
-            ["--out=x", "--qqqq", "1", "2"],
-            "unknown flag --qqqq: see gpt2lab ablate --help",
-        ),
+        (["--out=x", "--qqqq", "1", "2"], "unknown flag --qqqq: see gpt2lab ablate --help"),
         (
             ["--max_lr", "1e-3"],
             "nothing to compare: give a settings file, or several values to a flag, such as --max_lr 1e-3 2e-3",
@@ -381,6 +374,22 @@ def test_a_comparison_that_means_nothing_is_one_line(
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_that_no_settings_file_holds_stay_flags(shared: list[str]) -> None:
+    own = [
+        "--mini_batch_size",
+        "auto",
+        "--preset=1xa100",
+        "--max_lr=0.01",
+        "--stop_after_steps",
+        "3",
+    ]
+    shared = [flag for flag in shared if not flag.startswith("--mini_batch_size")]
+    found = read_requests({"a": [], "b": own}, shared)
+    assert found["a"].flags == ()
+    assert found["b"].flags == (*own[:3], *own[4:])
+    assert "mini_batch_size" not in found["b"].request.chosen
 
 
 def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path: Path) -> None:
@@ -412,13 +421,13 @@ def test_jobs_on_the_cpu_need_no_gpus(
     settings = {"a": ["--max_steps=1"], "b": ["--max_steps=1", "--max_lr=0.01"]}
     flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
     runs = plan_runs(settings, flags, seeds=(1,), out=tmp_path)
-    with pytest.raises(ConfigError, match="--jobs 2: there are 1 GPUs"):
+    with pytest.raises(ConfigError, match="--jobs 2: there is 1 GPU,"):
         run_all(runs, jobs=2)
     assert started == []
-    assert len(ablate._places(2, on_cpu=True)) == 2
+    assert len(seed_runs._environments(2, on_cpu=True)) == 2
     runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
     seen: list[Any] = []
-    monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more, **_: seen.append(more[1]))
+    monkeypatch.setattr(seed_runs, "_run_one", lambda run, *more, **_: seen.append(more[1]))
     run_all(runs, jobs=2)
     assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2
 

@@ -25,11 +25,12 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.results import checksums_of, choose_windows, hash_checksums, read_results
-from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, estimate_mean
+from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.finetuning.recipe import FineTuning
 from gpt2lab.lab import explain as explaining
 from gpt2lab.lab import token_groups
 from gpt2lab.lab.explain import explain, explain_losses, sentence
+from gpt2lab.lab.stats import Estimates, GroupMeans, Sums, estimate_groups
 from gpt2lab.lab.token_losses import (
     Source,
     TokenLosses,
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     digits = write_source(folder, "digits", string.digits, 2)
     flags = [
         *("--n_layer=1", "--n_head=2", "--n_embd=32", f"--context_length={T}"),
-        *(f"--data_dir={letters}:0.5", f"{digits}:0.5", "--total_batch_size=512"),
+        *("--data_dir", f"{letters}:0.5", f"{digits}:0.5", "--total_batch_size=512"),
         *("--mini_batch_size=32", f"--max_steps={STEPS}", "--eval_freq=0", "--sample_freq=0"),
         *(
             "--checkpoint_freq=0",
@@ -139,7 +140,9 @@ def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
 def test_a_run_and_itself_differ_nowhere(folder: Path) -> None:
     found = explain("both", "both", checkpoint_dir=folder / "runs")
     assert (found.difference, found.difference_se) == (0, 0)
-    assert "which is not beyond noise; no group of tokens differs" in explaining.describe(found)
+    assert "which is within noise; no group of tokens differs" in explaining.describe_explanation(
+        found
+    )
 
 
 def test_a_model_blind_to_positions_shows_in_position_and_repetition(folder: Path) -> None:
@@ -263,16 +266,14 @@ def test_data_that_changed_or_are_gone_are_named(folder: Path, tmp_path: Path) -
         return str(facts.parent)
 
     moved = written("moved", folder=lambda path: f"{path}-gone")
-    with pytest.raises(
-        DataError, match="are no longer there; put them back, or evaluate both again"
-    ):
+    with pytest.raises(DataError, match="no longer exist; restore them, or evaluate both again"):
         explain(moved, moved, checkpoint_dir=folder / "runs")
     # One that still knows the folder is enough.
     found = explain(moved, "both", checkpoint_dir=folder / "runs")
     assert found.difference == 0
     for name in ("fingerprint", "windows_sha256"):
         other = written(name, **{name: lambda digest: digest[::-1]})
-        with pytest.raises(DataError, match="not the data that the token losses are of"):
+        with pytest.raises(DataError, match="not the data of the token losses"):
             explain(other, other, checkpoint_dir=folder / "runs")
     assert kept.sources[0].windows == 200
 
@@ -327,11 +328,11 @@ def test_some_windows_at_a_time_give_the_same_as_all(
     monkeypatch.setattr(explaining, "_TOKENS_AT_ONCE", 3 * CONTEXT)
     few = explain_losses(a, b)
     assert (whole.unit, whole.units, len(whole.splits)) == ("window", 50, 4)
-    assert whole.left_out[0].startswith("position in the document: the data do not say")
+    assert whole.left_out[0].startswith("position in the document: the data do not mark")
     assert few.splits[0].groups[0].part == pytest.approx(whole.splits[0].groups[0].part, rel=1e-12)
     assert few.difference == pytest.approx(whole.difference, rel=1e-12)
     assert not any(group.stands_out for split in whole.splits for group in split.groups)
-    assert "not beyond noise; no group of tokens differs" in sentence(whole)
+    assert "within noise; no group of tokens differs" in sentence(whole)
     mean = (b.losses.astype(float) - a.losses.astype(float)).mean(axis=1)
     assert whole.difference_se == pytest.approx(mean.std(ddof=1) / np.sqrt(50))
 
@@ -406,16 +407,16 @@ def test_errors_are_those_of_the_jackknife_over_documents() -> None:
     for g in range(3):
         part = estimate_mean(one.difference[:, g] / n, n)
         mean = estimate_mean(one.difference[:, g] / one.tokens[:, g], one.tokens[:, g])
-        assert (found.part[g], found.part_se[g]) == pytest.approx((part.mean, part.se))
-        assert (found.mean[g], found.mean_se[g]) == pytest.approx((mean.mean, mean.se))
+        assert (found.part.value[g], found.part.se[g]) == pytest.approx((part.mean, part.se))
+        assert (found.mean.value[g], found.mean.se[g]) == pytest.approx((mean.mean, mean.se))
     single = estimate_groups([Sums(one.tokens[:1], one.a[:1], one.difference[:1])], [1.0])
-    assert np.isnan(single.part_se).all()
+    assert np.isnan(single.part.se).all()
 
 
-def inside(found: GroupMeans, name: str, truth: np.ndarray) -> np.ndarray:
-    degrees = getattr(found, f"{name}_degrees")
-    margin = special.stdtrit(degrees, 0.975) * getattr(found, f"{name}_se")
-    return np.abs(getattr(found, name) - truth) < margin
+def inside(found: GroupMeans, name: str, truth: GroupMeans) -> np.ndarray:
+    one: Estimates = getattr(found, name)
+    margin = special.stdtrit(one.degrees, 0.975) * one.se
+    return np.abs(one.value - getattr(truth, name).value) < margin
 
 
 def test_true_parts_lie_within_two_errors_as_often_as_they_should() -> None:
@@ -431,9 +432,9 @@ def test_true_parts_lie_within_two_errors_as_often_as_they_should() -> None:
         for sources, found in ((1, alone), (2, both)):
             for name in ("mean", "part", "excess"):
                 key = f"{name} {sources}"
-                hits.setdefault(key, []).append(inside(found, name, getattr(truth, name)))
+                hits.setdefault(key, []).append(inside(found, name, truth))
         by_token = 0.32 / np.sqrt(one.tokens.sum(axis=0))
-        naive.append(np.abs(alone.mean - truth.mean) < 2 * by_token)
+        naive.append(np.abs(alone.mean.value - truth.mean.value) < 2 * by_token)
     for name, found_inside in hits.items():
         assert np.mean(found_inside) == pytest.approx(0.95, abs=0.015), name
     assert np.mean(naive) < 0.5
@@ -449,7 +450,7 @@ def test_a_small_source_decides_the_degrees_of_freedom() -> None:
             [documents(rng, 8, effects), documents(rng, 300, effects)], [0.5, 0.5]
         )
         for name, found_inside in hits.items():
-            found_inside.append(inside(both, name, getattr(truth, name)))
+            found_inside.append(inside(both, name, truth))
     for name, found_inside in hits.items():
         assert np.mean(found_inside) == pytest.approx(0.955, abs=0.015), name
 
@@ -465,12 +466,12 @@ def test_degrees_of_freedom_are_those_of_each_group() -> None:
         known = estimate_mean(
             values, np.repeat([0.3 / 5, 0.7 / 40], [5, 40]), (slice(0, 5), slice(5, 45))
         )
-        assert found.part_degrees[g] == pytest.approx(known.degrees)
+        assert found.part.degrees[g] == pytest.approx(known.degrees)
     alone = estimate_groups([one], [1.0])
-    assert alone.part_degrees == pytest.approx([4, 4])
+    assert alone.part.degrees == pytest.approx([4, 4])
     one.tokens[1:, 0] = 0
     one.difference[1:, 0] = 0
-    assert estimate_groups([one, two], [0.3, 0.7]).part_degrees[0] == 0
+    assert estimate_groups([one, two], [0.3, 0.7]).part.degrees[0] == 0
 
 
 def test_losses_written_are_losses_read(tmp_path: Path, folder: Path) -> None:

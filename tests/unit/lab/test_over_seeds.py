@@ -10,14 +10,8 @@ import pytest
 
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
-from gpt2lab.lab.over_seeds import (
-    Comparison,
-    compare_all,
-    over_units,
-    sentence,
-    table,
-)
-from gpt2lab.lab.seeds import over_seeds
+from gpt2lab.lab.over_seeds import Comparison, compare_all, comparison_table, over_units, sentence
+from gpt2lab.lab.stats import over_seeds
 
 
 def results(losses: np.ndarray, weights: np.ndarray | None = None, text: str = "x") -> Results:
@@ -125,7 +119,11 @@ def only(differences: list[float], **more: bool | float) -> Comparison:
             "not decided: modern - gpt2 is +0.000 nats (95 % interval -0.034 to +0.034 over 4 seeds); about 39 seeds "
             "would show a difference of 0.01 nats in 80 % of cases (between 14 and ",
         ),
-        ([0.5], "not decided", "is +0.5000 nats with one seed, which says nothing about others."),
+        (
+            [0.5],
+            "not decided",
+            "is +0.5000 nats with one seed, which says nothing about other seeds.",
+        ),
     ],
 )
 def test_seeds_that_were_chosen_before_get_a_t_interval(
@@ -156,8 +154,13 @@ def test_a_sequence_says_when_it_stopped() -> None:
     assert (unclear.seeds_needed.seeds or 0) > (fixed.seeds_needed.seeds or 0)
     # Student's t does not hold for seeds that were added until a decision.
     assert (unclear.p_holm, fixed.p_holm is None) == (None, False)
-    assert set(table([unclear])[0]) - set(table([fixed])[0]) == {"confidence sequence"}
-    assert set(table([fixed])[0]) - set(table([unclear])[0]) == {"95 % over seeds", "p (Holm)"}
+    assert set(comparison_table([unclear])[0]) - set(comparison_table([fixed])[0]) == {
+        "confidence sequence"
+    }
+    assert set(comparison_table([fixed])[0]) - set(comparison_table([unclear])[0]) == {
+        "95 % over seeds",
+        "p (Holm)",
+    }
 
 
 def test_several_settings_are_corrected() -> None:
@@ -184,4 +187,4 @@ def test_the_sentence_says_what_other_documents_would_show() -> None:
     assert sentence(clear).endswith(" (95 %, 12 documents).")
     of_c = [results(losses - 0.1 + rng.normal(0, 0.5, 12), text="y")]
     (vague,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_c, "val_loss")})
-    assert sentence(vague).endswith("12 documents, not the same ones), either sign is possible.")
+    assert sentence(vague).endswith("12 documents, not paired), either sign is possible.")

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.lab.replay import open_replay
-from gpt2lab.lab.spike import contributions
+from gpt2lab.lab.why_spike import contributions
 from gpt2lab.training.recipe import PRETRAINING
 
 
@@ -36,7 +36,7 @@ def test_a_step_after_a_change_of_optimizer_is_replayed(tiny_run):
         optimizer="muon", max_steps=8, stop_after_steps=4, eval_freq=0, checkpoint_freq=4
     )
     change = {"optimizer": "adamw", "max_lr": 6e-4, "allow_change": "optimizer"}
-    run.train("--resume=latest", **change)
+    run.train("--resume=latest", stop_after_steps=None, **change)
     again = open_replay(run.path, PRETRAINING, first=5, last=5)
     again.take_until(5)
     assert (again.from_step, again.departure) == (4, None)

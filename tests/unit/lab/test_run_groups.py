@@ -15,7 +15,7 @@ from gpt2lab.checkpoint.catalog import list_checkpoints
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, keep_results
 from gpt2lab.interop.tasks import TaskResults, keep_tasks
-from gpt2lab.lab.run_groups import as_json, compare_groups, describe
+from gpt2lab.lab.compare import compare_groups, describe_groups, groups_as_json
 from tiny import write_shards
 from whole_run import Run
 
@@ -29,14 +29,14 @@ def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
         for name, data in zip("ab", places, strict=True):
             run = Run(data, tmp_path, "--max_steps=2", "--eval_freq=0", "--sample_freq=0")
             run.train(f"--run_name={name}_{seed}", f"--seed={seed}")
-    with pytest.raises(DataError, match="were validated on other data, so their difference means"):
+    with pytest.raises(DataError, match="were validated on different data"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
-    with pytest.raises(DataError, match=r"a_1 was trained on the data \w{12} and b_2 on \w{12};"):
+    with pytest.raises(DataError, match=r"a_1 was trained on data \w{12} and b_2 on \w{12};"):
         compare_groups("a_1,b_2", "a_*", checkpoint_dir=tmp_path)
     found = compare_groups("a_*", "a_*", checkpoint_dir=tmp_path)
     (loss,) = found.metrics
     assert (found.seeds, loss.step_a, loss.found.over_seeds.mean) == ((1, 2), 2, 0)
-    assert describe("a_*", "a_*", found, smallest=0.01).startswith("A  a_*\nB  a_*\n\n")
+    assert describe_groups("a_*", "a_*", found, smallest=0.01).startswith("A  a_*\nB  a_*\n\n")
 
 
 def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
@@ -82,11 +82,11 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert by_name["acc"].over_seeds.mean == pytest.approx(-quiz.over_seeds.mean)
     assert quiz.seeds_needed is not None
     assert quiz.seeds_needed.difference == 0.3
-    said = describe("a_*", "b_*", found, smallest=0.3)
+    said = describe_groups("a_*", "b_*", found, smallest=0.3)
     assert "quiz acc: " in said
     assert "nats" not in said.split("quiz acc: ")[1]
     assert "on the same documents or items" in said.replace("windows", "documents")
-    answer = as_json("a_*", "b_*", found, smallest=0.3)
+    answer = groups_as_json("a_*", "b_*", found, smallest=0.3)
     assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
     assert answer["metrics"]["quiz acc"]["unit"] is None
     (tmp_path / "it.json").write_text(json.dumps(answer))
@@ -106,7 +106,7 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="hellaswag")
     status = json.loads((tmp_path / "b_2" / "status.json").read_text())
     (tmp_path / "b_2" / "status.json").write_text(json.dumps(status | {"exit_code": 76}))
-    with pytest.raises(DataError, match="b_2 diverged, so it has no last results; a group with"):
+    with pytest.raises(DataError, match="b_2 diverged, so it has no final results"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
     (tmp_path / "b_2" / "status.json").write_text(json.dumps(status))
     for seed in (1, 2, 3):

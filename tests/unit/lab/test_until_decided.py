@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,10 @@ import pytest
 
 import launch
 from gpt2lab.commands import ablate
-from gpt2lab.commands.ablate_until import all_seeds, run_until_decided
-from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.commands.command_line import Actions, Command
+from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import ConfigError
+from gpt2lab.lab.ablation import Ablation, all_seeds
+from gpt2lab.lab.seed_runs import SeedRun, Setting
 from tiny import CONTEXT, VOCAB
 
 SETTINGS = ("base", "clear", "noisy")
@@ -26,10 +25,10 @@ def test_the_budget_names_every_seed() -> None:
     assert all_seeds((1, 2, 3), 3, settings=2) == [1, 2, 3]
     for most, settings in ((2, 2), (3, 3)):
         with pytest.raises(
-            ConfigError, match=f"of {settings} settings, nothing can be decided before"
+            ConfigError, match=f"with {settings} settings nothing can be decided before"
         ):
             all_seeds((1,), most, settings=settings)
-    with pytest.raises(ConfigError, match="--max_seeds 4 is below the 5 seeds of --seeds"):
+    with pytest.raises(ConfigError, match="--max_seeds 4 is less than the 5 seeds of --seeds"):
         all_seeds((1, 2, 3, 4, 5), 4, settings=2)
 
 
@@ -51,72 +50,53 @@ def write_run(folder: Path, loss: float) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
+def trained(
+    out: Path, monkeypatch: pytest.MonkeyPatch, *, most: int, jobs: int = 1, diverges: str = ""
+) -> tuple[Ablation, list[SeedRun], list[list[str]]]:
+    """Run an ablation whose runs write their loss at once; return it, its runs, and the names of each round's runs."""
+    rounds: list[list[str]] = []
+
+    def train(self: Ablation, new: list[SeedRun], before: list[SeedRun]) -> None:
+        assert {run.name for run in before} == {path.name for path in out.iterdir()}
+        rounds.append([run.name for run in new])
+        for run in new:
+            write_run(run.folder, losses_of(run.setting, run.seed))
+            if (run.setting, run.seed) == (diverges, 2):
+                status = {"state": "failed", "step": 1, "time": 1.0, "exit_code": 76}
+                (run.folder / "status.json").write_text(json.dumps(status))
+
+    monkeypatch.setattr(Ablation, "_train", train)
+    monkeypatch.setattr("gpt2lab.lab.ablation.check_runs", lambda runs: None)
+    monkeypatch.setattr("gpt2lab.lab.ablation._reject_unequal_tokens", lambda runs: None)
+    settings = dict.fromkeys(SETTINGS, Setting(RunRequest()))
+    ablation = Ablation(settings, out, smallest=0.001, max_seeds=most, jobs=jobs)
+    return ablation, ablation.run([1]), rounds
+
+
 @pytest.mark.parametrize("jobs", [1, 6])
 def test_seeds_are_added_for_those_that_are_not_decided(
-    tmp_path: Path, jobs: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, jobs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batches: list[list[str]] = []
-
-    def plan(seeds: Sequence[int]) -> list[Run]:
-        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
-
-    def carry(new: list[Run], before: list[Run]) -> None:
-        assert {run.name for run in before} == {path.name for path in tmp_path.iterdir()}
-        batches.append([run.name for run in new])
-        for run in new:
-            write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
-
-    done = run_until_decided(
-        plan,
-        carry,
-        tmp_path,
-        settings=SETTINGS,
-        seeds=range(1, 11),
-        given=1,
-        jobs=jobs,
-        smallest=0.001,
-    )
-    assert len(batches[0]) == 12  # of two comparisons, 4 seeds are the fewest that can decide
-    later = [name for batch in batches[1:] for name in batch]
+    _, done, rounds = trained(tmp_path, monkeypatch, most=10, jobs=jobs)
+    assert len(rounds[0]) == 12  # of two comparisons, 4 seeds are the fewest that can decide
+    later = [name for names in rounds[1:] for name in names]
     assert later == [f"{setting}_seed{n}" for n in range(5, 11) for setting in ("base", "noisy")]
-    assert {len(batch) for batch in batches[1:]} == {2 if jobs == 1 else 6}
+    assert {len(names) for names in rounds[1:]} == {2 if jobs == 1 else 6}
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "after 4 seeds, of at most 10, not decided: noisy"
-    assert len(said) == len(batches) - 1
-    assert [run.name for run in done] == [name for batch in batches for name in batch]
-    assert len(done) == 24
+    assert said[0] == "after 4 of at most 10 seeds, not decided: noisy"
+    assert len(said) == len(rounds) - 1
+    assert [run.name for run in done] == [name for names in rounds for name in names]
 
 
 @pytest.mark.parametrize("which", SETTINGS)
-def test_a_setting_that_diverged_gets_no_more_seeds(tmp_path: Path, which: str) -> None:
+def test_a_setting_that_diverged_gets_no_more_seeds(
+    tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a baseline there is nothing left to decide."""
-    started: list[str] = []
-
-    def plan(seeds: Sequence[int]) -> list[Run]:
-        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
-
-    def carry(new: list[Run], before: list[Run]) -> None:
-        for run in new:
-            started.append(run.name)
-            write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
-            if (run.setting, run.seed) == (which, 2):
-                status = {"state": "failed", "step": 1, "time": 1.0, "exit_code": 76}
-                (tmp_path / run.name / "status.json").write_text(json.dumps(status))
-
-    done = run_until_decided(
-        plan,
-        carry,
-        tmp_path,
-        settings=SETTINGS,
-        seeds=range(1, 7),
-        given=1,
-        jobs=1,
-        smallest=0.001,
-    )
+    ablation, done, _ = trained(tmp_path, monkeypatch, most=6, diverges=which)
     more = [f"{s}_seed{n}" for n in (5, 6) for s in ("base", "noisy")] if which == "clear" else []
-    assert started[12:] == more
-    assert [run.name for run in done] == started
-    found = write_table(done, tmp_path, target=None, max_seeds=6)[1]
+    assert [run.name for run in done][12:] == more
+    _, found = ablation.write(done)
     left = {"base": [], "clear": ["noisy"], "noisy": ["clear"]}[which]
     assert [one["setting"] for one in found["comparisons"]] == left
     assert list(found["diverged"]) == [which]
@@ -135,12 +115,12 @@ FLAGS = [
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--max_seeds=5"], "--max_seeds goes with --until_decided"),
+        (["--max_seeds=5"], "--max_seeds needs --until_decided"),
         (
             ["--until_decided", "--max_seeds=2"],
-            "--max_seeds 2: of 2 settings, nothing can be decided before 3",
+            "--max_seeds 2: with 2 settings nothing can be decided before 3",
         ),
-        (["--seeds"], "--seeds: no seed"),
+        (["--seeds"], "--seeds: the value is missing"),
         (["--target=nan"], "--target nan must be a number"),
         (["--smallest_difference=0"], "--smallest_difference 0 must be a number above 0"),
         (["--smallest_difference=nan"], "--smallest_difference nan must be a number above 0"),
@@ -171,10 +151,7 @@ def test_what_cannot_be_decided_is_one_line(
 
 @pytest.mark.slow
 def test_real_runs_stop_when_they_are_decided(
-    tiny_data: Path,
-    tmp_path: Path,
-    started: list[str],
-    capsys: pytest.CaptureFixture[str],
+    tiny_data: Path, tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rate of a hundredth is clearly worse; another order of the windows is not decided within 5 seeds.
 
@@ -184,9 +161,9 @@ def test_real_runs_stop_when_they_are_decided(
     settings.write_text("base:\ncold: --max_lr=0.0001\nwindows: --shuffle=windows\n")
     words = [str(settings), f"--out={tmp_path / 'out'}", "--until_decided", "--max_seeds=5"]
     words += ["--seeds=1", "--smallest_difference=0.0001", *FLAGS, f"--data_dir={tiny_data}"]
-    assert ablate.main([*words[:1], *words[1:], "--max_seeds=4"]) == 0  # the budget is spent
+    assert ablate.main([*words, "--max_seeds=4"]) == 0  # the budget is spent
     assert len(started) == 12
-    assert "The budget ended before windows could be decided" in capsys.readouterr().out
+    assert "The budget was spent before windows could be decided" in capsys.readouterr().out
     assert ablate.main([*words, "--json"]) == 0
     assert started[12:] == ["base_seed5", "windows_seed5"]
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -217,11 +194,14 @@ def test_real_runs_stop_when_they_are_decided(
     assert "not decided: B - A is " in launch.call("compare", *pair).stdout
     assert answer["p_holm"] == pytest.approx(answer["over_seeds"]["p"])
     for names, says in (
-        ((pair[0], f"{tmp_path / 'out'}/cold_seed*"), "seed 5 is in "),
+        ((pair[0], f"{tmp_path / 'out'}/cold_seed*"), "seed 5 is only in "),
         ((f"{tmp_path / 'out'}/*_seed1", pair[0]), "max_lr is 0.01 in base_seed1 and 0.0001 in"),
         ((f"{tmp_path}/none*", pair[0]), "none*: no run of this name"),
         ((",", pair[0]), ",: no run of this name"),
-        ((f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]), "seed 2 is in"),
+        (
+            (f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]),
+            "seed 2 is only in",
+        ),
         ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
         ((*pair, "--smallest_difference=0"), "--smallest_difference 0 must be a number above 0"),
     ):

@@ -1,4 +1,4 @@
-"""The file of a ladder: sizes, token budgets, seeds and the rule of the learning rate, and the runs that they mean.
+"""The file of a ladder: sizes, numbers of tokens, seeds and the rule of the learning rate, and the runs they mean.
 
 TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the names of the trainer's flags. No torch.
 """
@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.ablate import name_runs
-from gpt2lab.commands.ablation_table import Run
-from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import is_list, override
+from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.settings_file import read_values
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import is_number, read_regular
+from gpt2lab.lab.seed_runs import SeedRun, Setting, plan_runs
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +31,7 @@ _TOKENS = 'numbers of tokens, such as ["250k", "1M"]'
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
 DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
-# Families by their names, on these data.
+# The built-in families, on these data.
 _TINY: dict[str, Any] = {
     "tokens": ["250k", "500k", "1M"],
     "seeds": [1, 2, 3],
@@ -54,10 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateRule:
     """max_lr = `max_lr` x (n_embd / `n_embd`) ^ -`exponent` x (tokens / `tokens`) ^ -`tokens_exponent`.
 
-    muon_lr, where set, by the same factor. That longer runs need lower rates: Bjorck et al. 2024, arXiv:2409.19913.
+    A muon_lr changes by the same factor. Longer runs need lower rates: Bjorck et al. 2024, arXiv:2409.19913.
     """
 
     n_embd: int
@@ -65,46 +62,44 @@ class Rate:
     exponent: float
     tokens: int
     tokens_exponent: float
-    factors: tuple[
-        float, ...
-    ]  # of the rule's rate, that the checked rungs are trained with besides
-    check: tuple[str, ...]  # names of those rungs
+    factors: tuple[float, ...]  # of the rule's rate, that the checked rungs are also trained with
+    check: tuple[str, ...]  # names of the checked rungs
 
     def factor(self, n_embd: int, tokens: int) -> float:
-        """Return the rate at a width and a number of tokens relative to that of the base."""
+        """Return the rate at a width and a number of tokens, relative to the base."""
         of_width = (n_embd / self.n_embd) ** -self.exponent
         return float(of_width * (tokens / self.tokens) ** -self.tokens_exponent)
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a ladder's file says: {name: settings} of the rungs, the top rung apart."""
+    """What the file of a ladder says."""
 
     file: str  # as it was given, or the family's name
     name: str
     seeds: tuple[int, ...]
-    rungs: Mapping[str, dict[str, Any]]  # cheapest size and fewest tokens first
+    rungs: Mapping[
+        str, dict[str, Any]
+    ]  # {name: settings} in the order of the file, without the top
     top: tuple[str, dict[str, Any]] | None
-    rate: Rate | None
+    rate: RateRule | None
 
-    def rung_runs(self, out: Path) -> list[Run]:
+    def rung_runs(self, out: Path) -> list[SeedRun]:
         """Return the runs to fit.
 
         Raises: ConfigError.
         """
-        return self._runs(
-            {name: self._flags(values, 1.0) for name, values in self.rungs.items()}, out
-        )
+        return self._runs({name: (values, 1.0) for name, values in self.rungs.items()}, out)
 
-    def top_runs(self, out: Path) -> list[Run]:
+    def top_runs(self, out: Path) -> list[SeedRun]:
         """Return the runs of the top rung, [] if the file has none.
 
         Raises: ConfigError.
         """
-        return self._runs({self.top[0]: self._flags(self.top[1], 1.0)}, out) if self.top else []
+        return self._runs({self.top[0]: (self.top[1], 1.0)}, out) if self.top else []
 
-    def rate_runs(self, out: Path) -> dict[str, dict[float, list[Run]]]:
-        """Return {checked rung: {factor of the rule's rate: its runs}} of the other rates.
+    def rate_runs(self, out: Path) -> dict[str, dict[float, list[SeedRun]]]:
+        """Return {checked rung: {factor of the rule's rate: its runs}}.
 
         Raises: ConfigError.
         """
@@ -112,41 +107,31 @@ class Family:
             return {}
         return {
             name: {
-                factor: self._runs(
-                    {f"{name}_x{factor:g}": self._flags(self.rungs[name], factor)}, out
-                )
+                factor: self._runs({f"{name}_x{factor:g}": (self.rungs[name], factor)}, out)
                 for factor in self.rate.factors
             }
             for name in self.rate.check
         }
 
-    def _runs(self, settings: dict[str, list[str]], out: Path) -> list[Run]:
-        return name_runs(settings, [], seeds=self.seeds, out=out)
+    def _runs(self, rungs: dict[str, tuple[dict[str, Any], float]], out: Path) -> list[SeedRun]:
+        settings = {name: Setting(self.request(*rung)) for name, rung in rungs.items()}
+        return plan_runs(settings, seeds=self.seeds, out=out)
 
-    def _flags(self, values: dict[str, Any], factor: float) -> list[str]:
-        """Write settings as flags of the trainer, with the rate of the rule times a factor."""
-        words = []
-        for name, value in values.items():
-            if is_list(name):
-                words += [f"--{name}", *([value] if isinstance(value, str) else map(str, value))]
-            elif isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--no_{name}")
-            else:
-                words.append(f"--{name}={value}")
+    def request(self, values: dict[str, Any], factor: float) -> RunRequest:
+        """Return the request of a run with these settings, at the rate of the rule times a factor."""
+        request = make_request(read_values(values))
         if self.rate is None:
-            return words
-        model = values.get("model", Config().model.model)
-        known = preset(model, optimizer=values.get("optimizer"))
-        config = override(known, read_values(values))
+            return request
+        config = request.config
         factor *= self.rate.factor(config.model.n_embd, values["max_tokens"])
-        words.append(f"--max_lr={self.rate.max_lr * factor:.6g}")
+        rates = {"max_lr": float(f"{self.rate.max_lr * factor:.6g}")}
         if config.optim.muon_lr is not None:
-            words.append(f"--muon_lr={config.optim.muon_lr * factor:.6g}")
-        return words
+            rates["muon_lr"] = float(f"{config.optim.muon_lr * factor:.6g}")
+        return request.with_settings(**rates)
 
 
 def read_family(what: str) -> Family:
-    """Return the ladder of a TOML file, or of a family by its name.
+    """Return the ladder of a TOML file, or a built-in family by its name.
 
     Raises: ConfigError naming the file and what is wrong with it.
     """
@@ -155,7 +140,7 @@ def read_family(what: str) -> Family:
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
-        raise ConfigError(f"{what}: no ladder: give a .toml file of sizes and tokens, {hint}")
+        raise ConfigError(f"{what}: not a ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
         return _family(what, path.stem, tomllib.loads(text))
@@ -177,7 +162,7 @@ def _family(file: str, name: str, table: dict[str, Any]) -> Family:
     rungs = {}
     for size, own in sizes.items():
         if re.fullmatch(r"[\w.+-]+", size) is None:
-            raise ConfigError(f"[sizes.{size}]: a name of letters, digits and _ . + - only")
+            raise ConfigError(f"[sizes.{size}]: a name may have letters, digits and _ . + - only")
         if not isinstance(own, dict):
             raise ConfigError(f"[sizes.{size}]: not a table of settings")
         values = shared | _settings(
@@ -199,7 +184,7 @@ def _family(file: str, name: str, table: dict[str, Any]) -> Family:
         values = shared | _settings("top", own) | {"max_tokens": tokens}
         top = (_rung_name("top", tokens), values)
         if top[0] in rungs:
-            raise ConfigError("[sizes.top]: that name is the top rung's")
+            raise ConfigError("[sizes.top]: top is the name of the top rung; choose another")
     rate = _rate(table["rate"], rungs) if "rate" in table else None
     if rate is None and "max_lr" not in shared:
         raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
@@ -210,7 +195,7 @@ def _rung_name(size: str, tokens: int) -> str:
     return f"{size}-{fmt.count(tokens, digits=6)}"
 
 
-def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
+def _rate(table: Any, rungs: Mapping[str, Any]) -> RateRule:
     _known("rate", table, _RATE_KEYS)
     for key in ("n_embd", "max_lr", "exponent"):
         if not is_number(table.get(key)) or not 0 <= table[key] < 1e9:
@@ -218,7 +203,7 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
     if table["n_embd"] < 1 or table["max_lr"] <= 0:
         raise ConfigError("[rate]: n_embd and max_lr must be above 0")
     if ("tokens" in table) != ("tokens_exponent" in table):
-        raise ConfigError("[rate]: tokens and tokens_exponent go together; leave out both, or none")
+        raise ConfigError("[rate]: tokens and tokens_exponent go together; give both or neither")
     try:
         tokens = _tokens(table.get("tokens", 1))
     except ValueError as error:
@@ -232,8 +217,8 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
     names = list(rungs)
     check = table.get("check", [names[0], names[-1]])
     if not isinstance(check, list) or any(rung not in rungs for rung in check):
-        raise ConfigError(f"[rate] check: a list of rungs, of {', '.join(names)}")
-    return Rate(
+        raise ConfigError(f"[rate] check: give a list of rungs, out of {', '.join(names)}")
+    return RateRule(
         **{key: table[key] for key in ("n_embd", "max_lr", "exponent")},
         **{"tokens": tokens, "tokens_exponent": tokens_exponent},
         factors=tuple(factors),
@@ -247,7 +232,7 @@ def _settings(where: str, values: Any) -> dict[str, Any]:
         raise ConfigError(f"[{where}]: not a table of settings")
     ours = sorted(set(values) & set(_OURS) - ({"max_lr"} if where == "settings" else set()))
     if ours:
-        raise ConfigError(f"[{where}] {ours[0]}: the ladder sets it itself")
+        raise ConfigError(f"[{where}] {ours[0]}: set by the ladder itself")
     try:
         read_values(values)
     except GPT2LabError as error:
@@ -267,7 +252,7 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
 def _list_of(
     table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str, where: str = ""
 ) -> list[Any]:
-    """Return a list of different values, in their order; `where`: the table's name for an error.
+    """Return a list of distinct values, in their order; `where`: the name of the table for an error.
 
     Raises: ConfigError.
     """
@@ -279,7 +264,7 @@ def _list_of(
     except ValueError as error:
         raise ConfigError(f"{key}: {error}; give a list of {what}") from None
     if len(set(found)) < len(found):
-        raise ConfigError(f"{key}: each may be given once")
+        raise ConfigError(f"{key}: a value is duplicated")
     return found
 
 
@@ -298,5 +283,5 @@ def _seed(value: Any) -> int:
 
 def _factor(value: Any) -> float:
     if not is_number(value) or not 0 < value < 1e6 or value == 1:
-        raise ValueError(f"{value!r} is no factor: above 0 and not 1")
+        raise ValueError(f"{value!r} is not a factor: it must be above 0 and not 1")
     return float(value)

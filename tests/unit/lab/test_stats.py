@@ -1,4 +1,4 @@
-"""What seeds can tell: known tables, and in simulation how often intervals, tests and the stopping rule are right.
+"""The lab's statistics: known tables, and in simulation how often intervals, tests and the stopping rule are right.
 
 Bounds on simulated rates are the nominal rate and three binomial standard errors, unless a test says otherwise.
 """
@@ -11,14 +11,57 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gpt2lab.evaluation.uncertainty import ALPHA, t_half_width, t_p_value
-from gpt2lab.lab import seeds
-from gpt2lab.lab.seeds import MOST_SEEDS, decide, look, over_seeds
+from gpt2lab.lab import stats as lab_stats
+from gpt2lab.lab.stats import (
+    ALPHA,
+    MOST_SEEDS,
+    decide,
+    look,
+    over_seeds,
+    p_of_equal_accuracy,
+    p_of_zero_mean,
+    t_half_width,
+    t_p_value,
+)
+
+
+def documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean losses and targets of documents: lengths as different as those of source files."""
+    tokens = np.maximum(1, rng.lognormal(6, 1.2, count))
+    windows = np.maximum(1, tokens // 256)
+    return rng.normal(0, 0.3, count) + rng.normal(0, 0.4, count) / np.sqrt(windows), tokens
 
 
 def binomial(rate: float, trials: int) -> float:
     """Return three standard errors of a rate."""
     return 3 * math.sqrt(rate * (1 - rate) / trials)
+
+
+# -- over units ------------------------------------------------------------------------------------------------------
+
+
+def test_few_units_are_tested_by_all_signs() -> None:
+    assert p_of_zero_mean(np.array([1.0, 2.0, 3.0, 4.0])) == 2 / 16
+    assert p_of_zero_mean(np.array([1.0, -1.0])) == 1.0
+    assert p_of_zero_mean(np.array([3.0])) is None
+
+
+def test_discordant_items_are_tosses_of_a_coin() -> None:
+    a, b = np.zeros(10), np.zeros(10)
+    b[:4] = 1  # 4 : 0 looked beyond noise, and is not
+    assert p_of_equal_accuracy(a, b) == 0.125
+    b[:6] = 1
+    assert p_of_equal_accuracy(a, b) == pytest.approx(2 / 64)
+    assert p_of_equal_accuracy(b, b) == 1.0
+
+
+@pytest.mark.parametrize("count", [8, 40, 150])
+def test_equal_models_differ_beyond_noise_in_one_of_twenty_cases(count: int) -> None:
+    """Four thousand comparisons of models that are equal: 5 % nominal."""
+    rng = np.random.default_rng(count)
+    found = [p_of_zero_mean(*documents(rng, count)) for _ in range(4000)]
+    share = np.mean([p is not None and p < 0.05 for p in found])
+    assert share == pytest.approx(0.05, abs=0.01)
 
 
 # -- Student's t, Holm -----------------------------------------------------------------------------------------------
@@ -46,10 +89,10 @@ def test_the_t_interval_holds_the_mean_in_95_of_100_cases(n: int) -> None:
 
 def test_holm_adjusts_as_by_hand() -> None:
     """0.01 x 4, then 0.02 x 3, then 0.03 x 2 = 0.06 again, then 0.5; the order of the input stays."""
-    assert seeds.holm([0.03, 0.01, 0.5, 0.02]) == pytest.approx([0.06, 0.04, 0.5, 0.06])
-    assert seeds.holm([0.04]) == [0.04]
-    assert seeds.holm([0.4, 0.9, 0.8]) == pytest.approx([1.0, 1.0, 1.0])
-    assert seeds.holm([]) == []
+    assert lab_stats.holm([0.03, 0.01, 0.5, 0.02]) == pytest.approx([0.06, 0.04, 0.5, 0.06])
+    assert lab_stats.holm([0.04]) == [0.04]
+    assert lab_stats.holm([0.4, 0.9, 0.8]) == pytest.approx([1.0, 1.0, 1.0])
+    assert lab_stats.holm([]) == []
 
 
 @pytest.mark.parametrize("effects", [(0, 0, 0, 0), (0, 0, 0, 3)])
@@ -63,7 +106,7 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(
     values = rng.normal(np.array(effects)[:, None], 1.0, (trials, len(effects), n)) - baseline
     p = t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1) / np.sqrt(n), n - 1)
     null = np.array(effects) == 0
-    adjusted = np.array([seeds.holm(row) for row in p.tolist()])
+    adjusted = np.array([lab_stats.holm(row) for row in p.tolist()])
     wrong = (adjusted < ALPHA)[:, null].any(axis=1).mean()
     assert wrong < ALPHA + binomial(ALPHA, trials)
     assert (p < ALPHA)[:, null].any(axis=1).mean() > 0.10
@@ -75,14 +118,14 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(
 @pytest.mark.parametrize(("effect", "known"), [(1.0, 10), (0.8, 15), (0.5, 34), (0.2, 199)])
 def test_the_number_of_seeds_is_that_of_known_tables(effect: float, known: int) -> None:
     """Cohen's paired designs, two-sided 5 %, power 80 %, as G*Power gives them."""
-    found = seeds._fewest_seeds(effect * 0.03, 0.03, alpha=ALPHA, sequential=False)
+    found = lab_stats._fewest_seeds(effect * 0.03, 0.03, alpha=ALPHA, sequential=False)
     assert found == known
 
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> None:
     trials, effect = 10_000, 1.3
-    n = seeds._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)
+    n = lab_stats._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)
     assert n is not None
     rates = []
     for count in (n - 1, n):
@@ -90,24 +133,24 @@ def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> N
         sd = values.std(axis=1, ddof=1)
         half = t_half_width(sd / np.sqrt(count), count - 1)
         if sequential:
-            half = seeds.sequence_half_width(sd, count)
+            half = lab_stats.sequence_half_width(sd, count)
         rates.append(np.mean(np.abs(values.mean(axis=1)) > half))
-    assert rates[1] > seeds.POWER - binomial(0.8, trials)
-    assert rates[0] < seeds.POWER + binomial(0.8, trials)
+    assert rates[1] > lab_stats.POWER - binomial(0.8, trials)
+    assert rates[0] < lab_stats.POWER + binomial(0.8, trials)
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
 def test_the_power_is_that_of_the_noncentral_t(n: int) -> None:
     for effect, critical in ((0.3, 2.0), (1.0, 4.0), (2.0, 3.0)):
         known = stats.nct.sf(critical, n - 1, effect * math.sqrt(n))
-        assert seeds.power(effect * 0.1, 0.1, n, critical) == pytest.approx(known, abs=3e-4)
+        assert lab_stats.power(effect * 0.1, 0.1, n, critical) == pytest.approx(known, abs=3e-4)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_more_spread_never_needs_fewer_seeds(sequential: bool) -> None:
     """A power that is NaN in a far tail once made 6 seeds need 29, and between 61 and 171."""
     found = [
-        seeds._fewest_seeds(0.01, sd, alpha=0.025, sequential=sequential)
+        lab_stats._fewest_seeds(0.01, sd, alpha=0.025, sequential=sequential)
         for sd in (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
     ]
     numbers = [count for count in found if count is not None]
@@ -115,33 +158,30 @@ def test_more_spread_never_needs_fewer_seeds(sequential: bool) -> None:
     assert len(numbers) == 6
 
 
-def test_one_seed_says_nothing_and_few_say_it_roughly() -> None:
-    assert seeds.seeds_needed(over_seeds([0.1]), 0.01) is None
-    five = over_seeds(np.random.default_rng(2).normal(0, 0.012, 5).tolist())
-    need = seeds.seeds_needed(five, 0.01)
+def needed(values: list[float], *, sequential: bool = False) -> list[int | None]:
+    """Return the seeds that show 0.01, at the low end of the spread, as it is, and at the high end."""
+    need = lab_stats.seeds_needed(over_seeds(values), 0.01, sequential=sequential)
     assert need is not None
-    assert need.low is not None
-    assert need.seeds is not None
-    assert need.high is not None
-    assert need.low < need.seeds < need.high
-    slower = seeds.seeds_needed(five, 0.01, sequential=True)
-    assert slower is not None
-    assert slower.seeds is not None
-    assert slower.seeds > need.seeds
-    wild = seeds.seeds_needed(over_seeds([5.0, -5.0]), 0.01)
-    assert wild is not None
-    assert (wild.seeds, wild.high) == (None, None)  # over MOST_SEEDS
-    same = seeds.seeds_needed(over_seeds([0.2, 0.2, 0.2]), 0.01)
-    assert same is not None
-    assert (same.low, same.seeds, same.high) == (2, 2, 2)
+    return [need.low, need.seeds, need.high]
+
+
+def test_one_seed_says_nothing_and_few_say_it_roughly() -> None:
+    assert lab_stats.seeds_needed(over_seeds([0.1]), 0.01) is None
+    five = np.random.default_rng(2).normal(0, 0.012, 5).tolist()
+    counts = [count for count in needed(five) if count is not None]
+    assert len(set(counts)) == 3
+    assert counts == sorted(counts)
+    assert (needed(five, sequential=True)[1] or 0) > counts[1]
+    assert needed([5.0, -5.0])[1:] == [None, None]  # over MOST_SEEDS
+    assert needed([0.2, 0.2, 0.2]) == [2, 2, 2]
     assert MOST_SEEDS == 10_000  # as messages say
 
 
 def test_the_interval_of_a_standard_deviation_holds_it_in_95_of_100_cases() -> None:
     """From four values it is 0.57 to 3.73 times what they show (chi-square tables: 9.348 and 0.216)."""
-    assert seeds.sd_interval(1.0, 4) == pytest.approx((0.5665, 3.7285), rel=1e-3)
+    assert lab_stats.sd_interval(1.0, 4) == pytest.approx((0.5665, 3.7285), rel=1e-3)
     found = np.random.default_rng(0).normal(0, 2.0, (10_000, 4)).std(axis=1, ddof=1)
-    low, high = seeds.sd_interval(1.0, 4)
+    low, high = lab_stats.sd_interval(1.0, 4)
     assert np.mean((low * found < 2.0) & (high * found > 2.0)) == pytest.approx(0.95, abs=0.01)
 
 
@@ -158,8 +198,8 @@ def gaussian(mean: float, seed: int = 0) -> np.ndarray:
 def test_the_half_width_is_where_the_martingale_reaches_its_bound() -> None:
     """The closed form against the martingale as it is written in the docstring."""
     values = np.random.default_rng(5).normal(0.4, 0.2, 7)
-    n, c2 = len(values), seeds._MIXTURE
-    half = float(seeds.sequence_half_width(values.std(ddof=1), n, 0.02))
+    n, c2 = len(values), lab_stats._MIXTURE
+    half = float(lab_stats.sequence_half_width(values.std(ddof=1), n, 0.02))
     for m in (values.mean() - half, values.mean() + half):
         x = values - m
         squares = (x**2).sum()
@@ -214,7 +254,7 @@ def test_a_clear_difference_stops_at_once_and_an_unclear_one_does_not() -> None:
     assert (unclear.decision, unclear.seeds) == (None, 4)
     few = decide([0.3, 0.2], smallest=0.01)
     assert (few.decision, few.low, few.high) == (None, None, None)
-    assert [seeds.first_bounded(alpha) for alpha in (0.05, 0.025, 0.05 / 4)] == [3, 4, 4]
+    assert [lab_stats.first_bounded(alpha) for alpha in (0.05, 0.025, 0.05 / 4)] == [3, 4, 4]
     identical = decide([0.0, 0.0, 0.0], smallest=0.01)
     assert (identical.decision, identical.low) == ("equal", 0.0)
 

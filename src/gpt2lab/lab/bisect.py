@@ -1,0 +1,427 @@
+"""Where two runs first differ: by their logs, by the hashes of their checkpoints, by tensors, and by replays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.store import MODEL, OPTIM
+from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.settings import policy_of
+from gpt2lab.data.mixture import missing_folders, with_data_at
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.lab.replay import (
+    QUANTITIES,
+    Replay,
+    first_difference,
+    open_replay,
+    other_values,
+    settings_of,
+)
+from gpt2lab.lab.step_tokens import tokens_of_step
+from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
+from gpt2lab.runs.history import Log
+from gpt2lab.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two runs."""
+
+    folder: Path
+    log: Log
+    recipe: Recipe
+    data_dir: tuple[str, ...]  # where its data is now, if it was moved
+
+    def at(self, step: int) -> Event:
+        """Return the event of a step that is known to be logged."""
+        event = self.log.step(step)
+        assert event is not None
+        return event
+
+    def settings(self, attempt: int) -> dict[str, Any]:
+        """Return the settings of a start that its numbers depend on; its length is in steps."""
+        found = settings_of(self.folder, self.log, attempt)
+        begin = self.log.begin_of(attempt)
+        length = {"max_steps": begin["max_steps"]} if begin else {}
+        decides = {
+            name: value
+            for name, value in found.items()
+            if name not in LENGTHS and policy_of(name, Config()) != "free"
+        }
+        return decides | length
+
+    def environment(self, attempt: int) -> dict[str, Any] | None:
+        """Return the environment of a start; None if it is not recorded any more."""
+        record = history.record_of_start(self.folder, attempt)
+        found: dict[str, Any] | None = record.get("environment")
+        return found
+
+    @functools.cached_property
+    def checkpoints(self) -> dict[int, CheckpointInfo]:
+        """Return the run's checkpoints by step, without reading their bytes."""
+        return {info.step: info for info in catalog.list_checkpoints(self.folder)[0]}
+
+
+def open_side(folder: Path, recipe: Recipe, data_dir: tuple[str, ...]) -> Side:
+    """Read a run's log. `data_dir`: where its data is, if it was moved.
+
+    Raises: DataError, ConfigError if there is no such folder; GPT2LabError if the run has no step.
+    """
+    config = history.read_config(folder)
+    if data_dir:
+        with_data_at(config, data_dir)  # rejects a folder that does not exist, needed or not
+    log = history.read_log(folder)
+    if not len(log.numbers):
+        raise GPT2LabError(f"{paths.display_path(folder)}: has no step to compare")
+    return Side(folder, log, recipe, data_dir if missing_folders(config) else ())
+
+
+def common_steps(a: Side, b: Side) -> Iterator[tuple[Event, Event]]:
+    """Yield the events of the steps that both runs logged, in order."""
+    ours, theirs = a.log.current_steps(), b.log.current_steps()
+    x, y = next(ours, None), next(theirs, None)
+    while x is not None and y is not None:
+        if x["step"] == y["step"]:
+            yield x, y
+            x, y = next(ours, None), next(theirs, None)
+        elif x["step"] < y["step"]:
+            x = next(ours, None)
+        else:
+            y = next(theirs, None)
+
+
+def first_logged_difference(a: Side, b: Side) -> tuple[int | None, int]:
+    """Return the first logged step that differs, None if none does, and how many were compared."""
+    count = 0
+    for x, y in common_steps(a, b):
+        count += 1
+        if first_difference(x, y) is not None:
+            return int(x["step"]), count
+    return None, count
+
+
+def hashes_of(info: CheckpointInfo) -> tuple[str, str]:
+    """Return the hashes of a checkpoint's weights and optimizer state, from its manifest."""
+    files = info.manifest["files"]
+    return files[MODEL]["sha256"], files[OPTIM]["sha256"]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """The first tensor in which two sets of tensors differ."""
+
+    name: str
+    count: int  # values that differ
+    total: int
+    index: tuple[int, ...]  # of the first value that differs
+    values: tuple[float, float]
+
+    def describe(self) -> str:
+        """Format the difference."""
+        place = f" at {list(self.index)}" if self.index else ""
+        return (
+            f"{self.name}: {self.count:,} of {self.total:,} values differ, the first{place}: "
+            f"{self.values[0]!r} and {self.values[1]!r}"
+        )
+
+
+def first_tensor(
+    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
+) -> TensorDifference | str | None:
+    """Return the first tensor, by name, whose bits differ; only its name if shapes or types do; None if none."""
+    for name in sorted({*a, *b}):
+        x, y = a.get(name), b.get(name)
+        if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+            return name
+        bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)]
+        other = (bits[0] != bits[1]).view(x.numel(), -1).any(dim=1).nonzero().flatten()
+        if len(other):
+            place = int(other[0])
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), x.shape))
+            values = (x.reshape(-1)[place].item(), y.reshape(-1)[place].item())
+            return TensorDifference(name, len(other), x.numel(), index, values)
+    return None
+
+
+def first_saved_tensor(a: CheckpointInfo, b: CheckpointInfo) -> TensorDifference | str | None:
+    """Compare the weights, then the optimizer state, of two verified checkpoints."""
+    for name in (MODEL, OPTIM):
+        files = [safetensors.torch.load_file(info.path / name) for info in (a, b)]
+        if (found := first_tensor(*files)) is not None:
+            return found
+    return None
+
+
+# -- bisect ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first difference of two runs."""
+
+    a: str
+    b: str
+    step: int | None  # None: no difference was found
+    # The first of setting, environment, batch, learning rate, loss, gradient norm, update, tensor.
+    quantity: str | None
+    differences: list[tuple[str, str]]  # all of that step: quantity, values in both runs
+    conclusion: list[str]  # of replays
+    compared: str
+    notes: list[str]  # other differences
+    replays: int
+
+    def describe(self) -> str:
+        """Format the finding."""
+        lines = [f"A: {self.a}", f"B: {self.b}"]
+        if self.step is None:
+            lines.append(f"equal: {self.compared}")
+        else:
+            lines.append(f"the first difference is in step {self.step}: {self.quantity}")
+            lines += [f"  {name}: {text}" for name, text in self.differences]
+            lines += self.conclusion
+            lines.append(f"compared: {self.compared}")
+        lines += self.notes
+        return "\n".join([*lines, fmt.number_of(self.replays, "replay")])
+
+
+@dataclass(frozen=True)
+class _Records:
+    """What the logs and the checkpoints of two runs tell."""
+
+    logged: int | None  # first step whose logged values differ
+    unequal: int | None  # first common checkpoint before it whose bytes differ
+    equal: int | None  # last common checkpoint before it
+    compared: str
+
+    @property
+    def step(self) -> int | None:
+        """The step of the first difference."""
+        return self.logged if self.unequal is None else self.unequal
+
+
+def bisect(a: Side, b: Side) -> Finding:
+    """Compare records, then hashes of checkpoints, then tensors; replay only if these do not tell.
+
+    Raises: CheckpointError naming a checkpoint of both runs that is damaged; GPT2LabError if they share no step.
+    """
+    records = _compare_records(a, b)
+    step = records.step
+    last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
+    x, y = a.at(last), b.at(last)
+    differences, notes = _compare_starts(a, b, x, y)
+    names = (paths.display_path(a.folder), paths.display_path(b.folder))
+    if step is None:
+        compared = f"{records.compared}, settings and environment of step {last}"
+        notes += [f"different, without effect so far: {line}" for _, line in differences]
+        return Finding(*names, None, None, [], [], compared, notes, 0)
+    for name, key in QUANTITIES:
+        if x.get(key) != y.get(key):
+            text = f"{x.get(key)} and {y.get(key)}"
+            if name == "batch":
+                text = _first_other_sample(a, b, step)
+            differences.append((name, text))
+    told = _Told()
+    if records.unequal is not None:
+        found = first_saved_tensor(a.checkpoints[step], b.checkpoints[step])
+        differences.append(("tensor", _tensor(found)))
+        if records.logged is not None:
+            told.conclusion.append(f"their logs differ from step {records.logged} on")
+    elif differences[0][0] in ("loss", "gradient norm", "update"):
+        told = _tell_by_checkpoint(a, b, step) or _tell_by_replay(a, b, step, records.equal)
+        differences += [] if told.tensor is None else [("tensor", told.tensor)]
+    return Finding(
+        *names,
+        step,
+        differences[0][0],
+        differences,
+        told.conclusion,
+        records.compared,
+        notes,
+        told.replays,
+    )
+
+
+def _is_equal(a: Side, b: Side, step: int) -> bool:
+    """Return whether two checkpoints have the same bytes, which are verified.
+
+    Raises: CheckpointError if one is damaged.
+    """
+    infos = a.checkpoints[step], b.checkpoints[step]
+    for info in infos:
+        manifest.verify(info.path)
+    return hashes_of(infos[0]) == hashes_of(infos[1])
+
+
+def _compare_records(a: Side, b: Side) -> _Records:
+    """Compare the logs, then the checkpoints up to the first difference of the logs."""
+    logged, count = first_logged_difference(a, b)
+    if not count:
+        raise GPT2LabError("no step is in the logs of both runs")
+    shared = sorted(a.checkpoints.keys() & b.checkpoints.keys())
+    both = [saved for saved in shared if logged is None or saved < logged]
+    unequal = next((saved for saved in both if not _is_equal(a, b, saved)), None)
+    read = len(both) if unequal is None else both.index(unequal) + 1
+    detail = "every byte of weights and optimizer state"
+    if not read:
+        detail = "they share none" + (f" before step {logged}" if logged is not None else "")
+    compared = (
+        f"{fmt.number_of(count, 'step')} (batch, learning rate, loss, gradient norm, update), "
+        f"{fmt.number_of(read, 'checkpoint')} of both ({detail})"
+    )
+    return _Records(logged, unequal, max(both, default=None), compared)
+
+
+def _compare_starts(
+    a: Side, b: Side, x: Event, y: Event
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return how settings and environment differ at events `x` and `y` of a step, and notes on other differences."""
+    settings = other_values(a.settings(x["attempt"]), b.settings(y["attempt"]), "and")
+    here, there = a.environment(x["attempt"]), b.environment(y["attempt"])
+    notes = _notes(a, b, x, y)
+    environment: list[str] = []
+    if here and there:
+        environment = other_values(here, there, "and")
+    else:
+        notes.append("the environment of one run is not recorded any more, so it was not compared")
+    differences = [("setting", line) for line in settings]
+    return differences + [("environment", line) for line in environment], notes
+
+
+def _tensor(found: TensorDifference | str | None) -> str:
+    return found if isinstance(found, str) else found.describe() if found else "none differs"
+
+
+def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
+    """Return which versions of the code differ, and which steps only one run has."""
+    notes = []
+    if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
+        notes.append(f"A has steps up to {ends[0]}, B up to {ends[1]}")
+    ours, theirs = (
+        history.record_of_start(side.folder, event["attempt"]).get("provenance", {})
+        | {"command": None}
+        for side, event in ((a, x), (b, y))
+    )
+    if len(ours) == len(theirs) and (other := other_values(ours, theirs, "and")):
+        notes.append(f"other versions: {', '.join(other)}")
+    return notes
+
+
+def _first_other_sample(a: Side, b: Side, step: int) -> str:
+    """Return the first sample in which the batches of a step differ, by reading the data of both runs again."""
+    hashes = " and ".join(side.at(step)["batch_hash"][:12] for side in (a, b))
+    try:
+        ours, theirs = (
+            tokens_of_step(side.folder, step, side.recipe, side.data_dir) for side in (a, b)
+        )
+    except GPT2LabError as error:
+        return f"hashes {hashes}; the sample is unknown: {error}"
+    if ours.windows.shape != theirs.windows.shape:
+        return f"hashes {hashes}: {ours.windows.shape} and {theirs.windows.shape} tokens"
+    unlike = ours.windows != theirs.windows
+    rows = np.flatnonzero(unlike.any(axis=1))
+    row = int(rows[0])
+    columns = np.flatnonzero(unlike[row])
+    said = (
+        f"{len(rows)} of {len(unlike)} samples differ, the first is sample {ours.first_sample + row:,}: "
+        f"{len(columns)} of its {unlike.shape[1]} tokens, the first is number {columns[0]} from 0"
+    )
+    for name, tokens in (("A", ours), ("B", theirs)):
+        documents = tokens.documents()
+        which = ""
+        if documents:
+            number = documents[row][max(0, int(columns[0]) - 1)]
+            which = f", document {number:,}"
+        said += f"; {name} {tokens.places[row]}{which}"
+    return said
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What decides between two logs."""
+
+    tensor: str | None = None  # the first that differs before the step, if known
+    conclusion: list[str] = field(default_factory=list)
+    replays: int = 0
+
+
+def _tell_by_checkpoint(a: Side, b: Side, step: int) -> _Told | None:
+    """Return that only the logs differ, if a later checkpoint is equal in both runs; else None."""
+    shared = sorted(a.checkpoints.keys() & b.checkpoints.keys())
+    later = next((saved for saved in shared if saved >= step and _is_equal(a, b, saved)), None)
+    if later is None:
+        return None
+    text = f"their checkpoints of step {later} are equal, every byte: only the logs differ"
+    return _Told(conclusion=[text])
+
+
+def _tell_by_replay(a: Side, b: Side, step: int, equal: int | None) -> _Told:
+    """Replay a step and return which log it agrees with. `equal`: the newest common checkpoint before the step."""
+    sides = {"A": a, "B": b}
+    todo = [name for name, side in sides.items() if any(s < step for s in side.checkpoints)]
+    if not todo:
+        return _Told(conclusion=["no checkpoint before this step is left to replay it from"])
+    if equal is not None:
+        todo = todo[:1]  # from equal checkpoints both replays would be the same
+    weights: list[dict[str, torch.Tensor]] = []
+    said = []
+    for name in todo:
+        side = sides[name]
+        first = step if equal is None else equal + 1
+        run = open_replay(side.folder, side.recipe, first=first, last=step, data_dir=side.data_dir)
+        run.take_until(step - 1)
+        tensors = dict(run.components.model.named_parameters())
+        weights.append({key: value.detach().clone() for key, value in tensors.items()})
+        said += _conclude(sides, run, name, equal)
+        run.close()
+    if len(weights) < 2:
+        return _Told(None, said, len(todo))
+    tensor = first_tensor(*weights)
+    if tensor is None:
+        said.append(f"the weights of both replays before step {step} are equal")
+        return _Told(None, said, len(todo))
+    return _Told(f"before the update, {_tensor(tensor)}", said, len(todo))
+
+
+def _conclude(sides: dict[str, Side], run: Replay, name: str, equal: int | None) -> list[str]:
+    """Replay the next step of side `name` and return which logs it agrees with."""
+    begun = f"a replay of {name} from its checkpoint of step {run.from_step}"
+    departed = run.departure
+    event = run.take().event
+    if departed is not None:
+        other = ", ".join(run.other_environment()) or "nothing that is recorded"
+        return [
+            f"{begun} departs from its log in step {departed.step}: this environment is not the one "
+            f"it was trained in ({other})"
+        ]
+    step = event["step"]
+    agrees = [
+        side
+        for side in sides
+        if first_difference(sides[side].at(step), event, tolerance=run.tolerance) is None
+    ]
+    rest = [side for side in sides if side not in agrees]
+    if not agrees:
+        return [f"{begun} agrees with neither log in step {step}"]
+    said = f"{begun} agrees with the log of {' and '.join(agrees)} in step {step}"
+    if not rest:
+        return [said]
+    said += f", so {rest[0]} is the one that went wrong"
+    if equal is None:
+        return [said]
+    return [
+        said,
+        f"between its checkpoint of step {equal}, equal to that of {agrees[0]}, and step {step} something that is not "
+        f"recorded changed {rest[0]}: its weights, its code or its hardware",
+    ]

@@ -1,0 +1,446 @@
+"""A ladder of small models: plan and train its rungs, fit a scaling law, predict the top rung before it is trained.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2lab import fmt, paths
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    NoSourceError,
+    SaveError,
+    system_errors_as,
+)
+from gpt2lab.lab.ablation import read_curve
+from gpt2lab.lab.ladder_file import DATA, Family, read_family
+from gpt2lab.lab.seed_runs import (
+    SeedRun,
+    check_runs,
+    fresh_start,
+    prefix_errors,
+    require_own_settings,
+    run_all,
+)
+from gpt2lab.lab.stats import over_seeds
+from gpt2lab.planner import auto, calibration, hardware, ladder
+from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner.ladder import Ladder
+from gpt2lab.planner.machine import DetectedHardware, look
+from gpt2lab.planner.scaling_law import Rung, require_enough
+from gpt2lab.planner.scaling_law import fit as fit_law
+from gpt2lab.runs import history
+from gpt2lab.runs.console import say
+from gpt2lab.runs.folder import holder_of
+from gpt2lab.training.progress import Interval
+
+if TYPE_CHECKING:
+    from gpt2lab.training.start import Start
+
+_TOP_FLOPS = 4.0  # times the most expensive rung: a closer top rung hardly tests the law
+
+
+def open_ladder(file: str, out: Path | None) -> tuple[Family, Path]:
+    """Return a ladder and the folder of its runs.
+
+    Raises: ConfigError; DataError if it reads the data of the built-in families and these are not prepared.
+    """
+    family = read_family(file)
+    data = paths.from_working_directory(Path(DATA))
+    needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
+    if DATA in needed and not data.is_dir():
+        raise DataError(
+            f"{paths.display_path(data)}: no such data folder; make it with: gpt2lab data tokenizer train "
+            f"python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare python-stdlib "
+            f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
+        )
+    default = paths.runs_folder(None) / family.name
+    return family, paths.from_working_directory(out) if out else default
+
+
+def train_ladder(family: Family, out: Path, *, jobs: int, top: bool) -> None:
+    """Train every rung that is not complete. `top`: then predict the top rung, write that down, and train it.
+
+    Raises: ConfigError, DataError before anything is trained; CheckError, SavedInterrupt as `run_all`.
+    """
+    tops = top_runs_of(family, out) if top else []
+    rungs, checks = family.rung_runs(out), _rate_runs(family, out)
+    _require_law(first_starts(rungs).values())
+    check_runs([*rungs, *checks, *tops])
+    run_all([*rungs, *checks], jobs=jobs)
+    if tops:
+        say(describe_prediction(predict_top(tops, out, read_and_fit(family, out))))
+        run_all(tops, jobs=jobs)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------
+
+
+def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
+    """Return {rung: how the trainer would start it}, for one seed of each.
+
+    Raises: ConfigError if they differ in more than size, length and learning rate.
+    """
+    starts = {run.setting: fresh_start(run) for run in {run.setting: run for run in rungs}.values()}
+    first, *others = starts
+    one = ladder.shared_settings(starts[first].config)
+    for name in others:
+        other = ladder.shared_settings(starts[name].config)
+        if differs := next((key for key in one if one[key] != other[key]), None):
+            raise ConfigError(
+                f"{differs} {one[differs]} in {first}, {other[differs]} in {name}: the rungs of a ladder must share it"
+            )
+    return starts
+
+
+def _require_law(rungs: Iterable[Start]) -> None:
+    """Reject rungs that are too few to fit a law, before they are trained.
+
+    Raises: ConfigError.
+    """
+    require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
+
+
+def _rate_runs(family: Family, out: Path) -> list[SeedRun]:
+    rates = family.rate_runs(out).values()
+    return [run for others in rates for runs in others.values() for run in runs]
+
+
+def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
+    """Return the runs of a ladder with their expected time; start nothing.
+
+    Raises: ConfigError, DataError: whatever the trainer would reject, and too few rungs for a law.
+    """
+    seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
+    rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
+    starts = first_starts([*rungs, *top]) | {run.setting: fresh_start(run) for run in rates}
+    _require_law(starts[run.setting] for run in rungs)
+    found: list[dict[str, Any]] = []
+    for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
+        for name in (run.setting for run in runs):
+            start = starts[name]
+            plan, time = start.plan, _time(start, out)
+            found.append(
+                {
+                    "name": name,
+                    "kind": kind,
+                    "seeds": seeds,
+                    "parameters": plan.parameters,
+                    "tokens": plan.tokens,
+                    "steps": plan.max_steps,
+                    "epochs": plan.epochs,
+                    "max_lr": start.config.optim.max_lr,
+                    "flops": float(plan.flops_per_token * plan.tokens),
+                    "seconds": None if time is None else asdict(time),
+                }
+            )
+    most = max(row["flops"] for row in found if row["kind"] == "rung")
+    warnings = [
+        f"{row['name']}: {row['epochs']:.1f} epochs; the law assumes one"
+        for row in found
+        if row["epochs"] > 1
+    ]
+    for row in found:
+        if row["kind"] == "top" and row["flops"] < _TOP_FLOPS * most:
+            times = row["flops"] / most
+            warnings.append(
+                f"the top rung has {times:.1f} x the FLOPs of the most expensive rung; "
+                f"a test of the law needs at least {_TOP_FLOPS:g} x"
+            )
+    return {
+        "name": family.name,
+        "folder": str(out),
+        "runs": sum(row["seeds"] for row in found),
+        "flops": sum(row["seeds"] * row["flops"] for row in found),
+        "seconds": _sum_of(found),
+        "rows": found,
+        "warnings": warnings,
+    }
+
+
+def _time(start: Start, out: Path) -> Interval | None:
+    """Return how long one run takes on this machine alone; None if the machine is unknown."""
+    known = hardware.load()
+    seen = DetectedHardware(()) if start.config.system.device == "cpu" else look()
+    job = auto.job_on(seen, start.config, start.plan, start.data.tokens("train"))
+    try:
+        on, ratios = calibration.this_machine(seen, known, calibration.read(out), job)
+    except NoSourceError:
+        return None
+    return estimate(job, on, known, ratios=ratios).seconds
+
+
+def _sum_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Add up seconds whose errors are fully correlated, so that their bounds add up as well."""
+    if any(row["seconds"] is None for row in rows):
+        return None
+    keys = ("value", "low", "high")
+    return {key: sum(row["seeds"] * row["seconds"][key] for row in rows) for key in keys}
+
+
+def describe_plan(document: Mapping[str, Any]) -> str:
+    """Format the plan."""
+
+    def time(seconds: Mapping[str, float] | None) -> str:
+        return "n/a" if seconds is None else fmt.duration(seconds["value"])
+
+    cells = [
+        [
+            *(row["name"], row["kind"], str(row["seeds"]), f"{row['parameters']:,}"),
+            *(f"{row['tokens']:,}", f"{row['steps']:,}", f"{row['epochs']:.2f}"),
+            *(f"{row['max_lr']:.2e}", f"{row['flops']:.2e}", time(row["seconds"])),
+        ]
+        for row in document["rows"]
+    ]
+    head = ["name", "kind", "seeds", "parameters", "tokens", "steps", "epochs", "max_lr"]
+    total = document["seconds"]
+    bounds = ""
+    if total is not None:
+        bounds = f" ({fmt.duration(total['low'])} ... {fmt.duration(total['high'])}, 80 %)"
+    return "\n".join(
+        [
+            fmt.table([*head, "FLOPs", "time each"], cells),
+            f"total: {document['runs']} runs, {document['flops']:.2e} FLOPs, {time(total)}{bounds} one by one",
+            *(f"warning: {warning}" for warning in document["warnings"]),
+        ]
+    )
+
+
+# -- the results -------------------------------------------------------------------------------------------------
+
+
+def _losses(
+    family: Family, runs: Sequence[SeedRun], out: Path, *, tokens: int, data: str
+) -> tuple[float, ...]:
+    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on.
+
+    Raises: CheckError if one is not complete; ConfigError, DataError if one has other settings or data.
+    """
+    losses = []
+    for run in runs:
+        with prefix_errors(run.setting):
+            require_own_settings(run)
+        try:
+            curve = read_curve(run.folder)
+        except CheckError:  # nothing is measured yet
+            curve = None
+        if curve is None or curve.tokens[-1] != tokens:
+            again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
+            fix = f"gpt2lab ladder {again}"
+            if holder := holder_of(run.folder):
+                fix = f"{holder} is training it; wait for it"
+            raise CheckError(f"{run.name} is not complete: {fix}")
+        trained_on = (history.read_json(run.folder / "run.json") or {}).get("data_fingerprint")
+        if trained_on != data:
+            raise DataError(
+                f"{run.name} was trained on other data than its data folder holds now; restore those, "
+                f"or choose another --out"
+            )
+        losses.append(curve.losses[-1])
+    return tuple(losses)
+
+
+def read_and_fit(family: Family, out: Path) -> Ladder:
+    """Read the losses of the rungs and fit the law.
+
+    Raises: CheckError if one is not complete; ConfigError if they are too few.
+    """
+    runs = family.rung_runs(out)
+    starts = first_starts(runs)
+    rungs = []
+    for name, start in starts.items():
+        plan, own = start.plan, [run for run in runs if run.setting == name]
+        losses = _losses(family, own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        rungs.append(Rung(plan.parameters, plan.tokens, losses))
+    shared = next(iter(starts.values()))
+    settings = ladder.shared_settings(shared.config) | {
+        "data": shared.data.fingerprint,
+        "data_name": paths.display_path(shared.data.folder),
+        "tokenizer": shared.data.tokenizer.name if shared.data.tokenizer else None,
+        "total_batch_size": shared.config.batch.total_batch_size,
+        "val_tokens": shared.config.eval.val_tokens,
+        "seeds": list(family.seeds),
+    }
+    return Ladder(family.name, settings, fit_law(rungs))
+
+
+def top_runs_of(family: Family, out: Path) -> list[SeedRun]:
+    """Return the runs of the top rung.
+
+    Raises: ConfigError if there is none.
+    """
+    if runs := family.top_runs(out):
+        return runs
+    raise ConfigError(f"{family.name} has no [top]: give the settings and tokens of a larger run")
+
+
+def predict_top(runs: Sequence[SeedRun], out: Path, found: Ladder) -> dict[str, Any]:
+    """Write the prediction of the top rung, unless it exists, and return it.
+
+    Raises: CheckError if the top rung was started without one; SaveError.
+    """
+    begun = next((run.name for run in runs if (run.folder).exists()), None)
+    if begun is not None and not (out / ladder.PREDICTION).exists():
+        raise CheckError(
+            f"{begun} was started before its loss was predicted: remove the runs of the top rung, then predict it"
+        )
+    plan = fresh_start(runs[0]).plan
+    point = found.fit.predict(plan.parameters, plan.tokens, seeds=len(runs))
+    with system_errors_as(SaveError, out, fix="choose another --out"):
+        return ladder.write_prediction(out, found, point)
+
+
+def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
+    """Compare the learning rate of the rule with the others at the checked rungs, seed by seed.
+
+    The rule holds if its mean loss is not above the best one by more than half of the 95 % interval of their
+    difference; unknown (None) with a single seed.
+    """
+    rows = []
+    for name, others in family.rate_runs(out).items():
+        rung = found.fit.rungs[list(family.rungs).index(name)]
+        losses = {1.0: rung.losses}
+        try:
+            for factor, runs in others.items():
+                data = found.settings["data"]
+                losses[factor] = _losses(family, runs, out, tokens=rung.tokens, data=data)
+        except CheckError:
+            continue  # not trained yet
+        best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
+        pairs = zip(rung.losses, losses[best], strict=True)
+        behind = over_seeds([rule - other for rule, other in pairs])
+        half = 0.0 if best == 1.0 else behind.half_width
+        rows.append(
+            {
+                "rung": name,
+                "losses": {f"{factor:g}": list(losses[factor]) for factor in sorted(losses)},
+                "best_factor": best,
+                "difference": behind.mean,
+                "half_interval": half,
+                "holds": None if half is None else behind.mean <= half,
+            }
+        )
+    return rows
+
+
+def ladder_results(family: Family, out: Path) -> dict[str, Any]:
+    """Fit the law, score the prediction if the top rung is complete, and write ladder.json.
+
+    Raises: CheckError if a rung is not complete, or the top rung was started before its prediction; SaveError.
+    """
+    found = read_and_fit(family, out)
+    prediction, scored = ladder.read_prediction(out), None
+    if prediction is not None and family.top is not None:
+        scored = _score(family, out, prediction)
+    rates = _rates(family, out, found)
+    document = ladder.as_json(
+        found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
+    )
+    with system_errors_as(SaveError, out, fix="choose another --out"):
+        ladder.write_ladder(out, document)
+    return document
+
+
+def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Compare the top rung with its prediction; None if it is not complete.
+
+    Raises: CheckError if it was started before the prediction.
+    """
+    top = family.top_runs(out)
+    start = fresh_start(top[0])
+    tokens, data = start.plan.tokens, start.data.fingerprint
+    try:
+        losses = _losses(family, top, out, tokens=tokens, data=data)
+    except CheckError:
+        return None
+    begun = min(float(next(history.iter_events(run.folder))["time"]) for run in top)
+    return ladder.score(prediction, losses, begun)
+
+
+def describe_prediction(document: Mapping[str, Any]) -> str:
+    """Format a prediction."""
+    loss, seeds = document["loss"], document["seeds"]
+    text = (
+        f"predicted: {document['parameters']:,} parameters, {document['tokens']:,} tokens: loss {_interval(loss, 4)} "
+        f"nats/token, {'one run' if seeds == 1 else f'mean of {seeds} seeds'}"
+    )
+    return f"{text}; written {document['written']}" if "written" in document else text
+
+
+def _interval(at: Mapping[str, float], digits: int) -> str:
+    low, high = f"{at['low']:.{digits}g}", f"{at['high']:.{digits}g}"
+    return f"{at['value']:.{digits}g} ({low} ... {high}, 80 %)"
+
+
+def describe_results(document: Mapping[str, Any]) -> str:
+    """Format the results."""
+    cells = []
+    for row in document["rungs"]:
+        own = statistics.fmean(row["losses"])
+        spread = statistics.stdev(row["losses"]) if len(row["losses"]) > 1 else None
+        cells.append(
+            [
+                *(row["name"], f"{row['parameters']:,}", f"{row['tokens']:,}", f"{own:.4f}"),
+                *(fmt.number(spread), f"{row['fitted']:.4f}", f"{row['fitted'] / own - 1:+.2%}"),
+            ]
+        )
+    head = ["rung", "parameters", "tokens", "val loss", "sd of seeds", "law", "off by"]
+    law, seeds = document["law"], document["seed_spread"]
+    lines = [
+        fmt.table(head, cells),
+        "",
+        "L = E + A/N^alpha + B/D^beta, nats/token: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in law.items()),
+        *(f"  {name:<6} {_interval(at, 3)}" for name, at in document["law_intervals"].items()),
+        *(
+            ["E is near 0: these rungs do not determine the irreducible loss"]
+            if law["E"] < 0.01
+            else []
+        ),
+        f"standard deviations: {'n/a' if seeds is None else f'{seeds:.2%}'} over the seeds of a rung, and another "
+        f"{document['misfit']:.2%} of the rungs from the law",
+        "",
+        "compute-optimal, by 6 N D",
+        fmt.table(
+            ["FLOPs", "parameters", "tokens", "loss"],
+            [
+                [
+                    f"{row['flops']:.2e}",
+                    *(_interval(row[key], 3) for key in ("parameters", "tokens", "loss")),
+                ]
+                for row in document["frontier"]
+            ],
+        ),
+    ]
+    lines += [_describe_rate(row) for row in document["rates"]]
+    if document["prediction"] is not None:
+        lines += ["", describe_prediction(document["prediction"])]
+    if (scored := document["score"]) is not None:
+        verdict = "inside" if scored["inside_interval"] else "OUTSIDE"
+        lines.append(
+            f"actual:    loss {scored['loss']:.4g}, {verdict} the interval of ± {scored['half_width_percent']:.1f} %; "
+            f"predicted {scored['error_percent']:+.2f} % from it"
+        )
+    return "\n".join(lines)
+
+
+def _describe_rate(row: Mapping[str, Any]) -> str:
+    tried = ", ".join(
+        f"x{factor} {statistics.fmean(losses):.4f}" for factor, losses in row["losses"].items()
+    )
+    if row["best_factor"] == 1:
+        verdict = "the rate of the rule is the best"
+    else:
+        noise = "n/a" if row["half_interval"] is None else f"{row['half_interval']:.4f}"
+        judged = {True: "within noise", False: "WORSE than noise", None: "noise unknown"}
+        verdict = f"the rate of the rule is {row['difference']:.4f} ± {noise} above the best: {judged[row['holds']]}"
+    return f"rates at {row['rung']}: {tried}: {verdict}"

@@ -1,0 +1,376 @@
+"""Runs of several settings and seeds: planned as requests, checked before anything starts, trained in processes.
+
+Each run is a fresh process of the trainer that reads its settings from a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gpt2lab import fmt, paths
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    GPT2LabError,
+    SavedInterrupt,
+    SaveError,
+    system_errors_as,
+)
+from gpt2lab.files import replace_durably
+from gpt2lab.runs import history
+from gpt2lab.runs.console import say
+
+if TYPE_CHECKING:
+    from gpt2lab.training.start import Start
+
+_SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the trainer is asked for, seed and folder apart."""
+
+    request: RunRequest
+    flags: tuple[
+        str, ...
+    ] = ()  # of the trainer, which a settings file cannot hold, such as --preset 1xa100
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One setting with one seed."""
+
+    setting: str
+    seed: int
+    request: RunRequest
+    out: Path  # folder of the runs
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return f"{self.setting}_seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.out / self.name
+
+    @property
+    def settings_file(self) -> Path:
+        """The file that the trainer reads its settings from."""
+        return self.out / "settings" / f"{self.name}.json"
+
+    def trainer_words(self) -> list[str]:
+        """Return the words after the trainer's name."""
+        return ["--config", str(self.settings_file), "--resume=auto", *self.flags]
+
+    def write_settings(self) -> None:
+        """Write the chosen settings to the file for the trainer.
+
+        Raises: SaveError.
+        """
+        chosen, flat = sorted(self.request.chosen), to_flat(self.request.config)
+        values = {name: flat[name] for name in chosen} | {"chosen": chosen}
+        with system_errors_as(SaveError, self.settings_file, fix="choose another --out"):
+            self.settings_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.settings_file, json.dumps(values, indent=1) + "\n")
+
+
+def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Path) -> list[SeedRun]:
+    """Return the runs of all settings, seed by seed, so that a sweep that is stopped has complete comparisons.
+
+    Looks into no run folder; `check_runs` does.
+
+    Raises: ConfigError if the losses would not be comparable, or if `out` is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file; give the folder of the runs")
+    if len(set(seeds)) != len(seeds):
+        raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
+    for flag in _SHARED:
+        found = {str(to_flat(one.request.config)[flag]): name for name, one in settings.items()}
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise ConfigError(
+                f"{flag} {one} in {first}, {other} in {second}: their losses are not comparable"
+            )
+    return [
+        SeedRun(name, seed, _placed(one.request, f"{name}_seed{seed}", seed, out), out, one.flags)
+        for seed in seeds
+        for name, one in settings.items()
+    ]
+
+
+def _placed(request: RunRequest, name: str, seed: int, out: Path) -> RunRequest:
+    """Return the request of one run, which continues where an earlier process stopped."""
+    placed = request.with_settings(seed=seed, checkpoint_dir=str(out), run_name=name)
+    return dataclasses.replace(placed, resume="auto")
+
+
+def check_runs(runs: Sequence[SeedRun]) -> None:
+    """Check of each run that the trainer would start or continue it.
+
+    Raises: ConfigError, DataError: whatever the trainer would reject.
+    """
+    for run in runs:
+        with prefix_errors(run.setting):
+            start_of(run)
+
+
+@contextlib.contextmanager
+def prefix_errors(setting: str) -> Iterator[None]:
+    """Put the name of a setting before the message of an error."""
+    try:
+        yield
+    except GPT2LabError as error:
+        raise type(error)(f"setting {setting}: {error}") from None
+
+
+def start_of(run: SeedRun) -> Start:
+    """Return what the trainer would do.
+
+    Raises: ConfigError if a run of this name has other settings; whatever else the trainer would reject.
+    """
+    from gpt2lab.training.resolve import resolve
+
+    require_own_settings(run)
+    return resolve(run.request, world_size=1, set_aside=False)
+
+
+def fresh_start(run: SeedRun) -> Start:
+    """Return how the trainer would start a run if it had no folder yet.
+
+    Raises: ConfigError, DataError: whatever the trainer would reject.
+    """
+    from gpt2lab.training.resolve import resolve
+
+    request = dataclasses.replace(run.request.with_settings(run_name=None), resume=None)
+    with prefix_errors(run.setting):
+        return resolve(request, world_size=1, set_aside=False)
+
+
+def require_own_settings(run: SeedRun) -> None:
+    """Reject an existing run of the same name that has other settings.
+
+    Raises: ConfigError.
+    """
+    from gpt2lab.training.resolve import fresh_settings
+
+    fresh, _ = fresh_settings(run.request)
+    if not (run.folder / "config.json").exists():
+        return
+    wanted, had = to_flat(fresh), to_flat(history.read_config(run.folder))
+    for name, value in wanted.items():
+        differs = value not in (None, "auto") and had[name] != value
+        if differs and policy_of(name, fresh) != "free":
+            raise ConfigError(
+                f"{paths.display_path(run.folder)} was run with {name} {had[name]}, not {value}; "
+                f"rename the setting or remove that folder"
+            )
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    runs: Sequence[SeedRun],
+    *,
+    jobs: int = 1,
+    refresh: Callable[[list[SeedRun]], object] = lambda done: None,
+    on_divergence: Literal["fail", "continue"] = "fail",
+) -> None:
+    """Train what is not complete yet, `jobs` processes at a time; each writes its own log.txt.
+
+    `refresh` gets the runs of all complete seeds, each time that a run completes. `on_divergence`: whether a run whose
+    numbers became non-finite is a failure, or counts as complete and is not trained again.
+
+    Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
+        Called again, it continues where it stopped.
+    """
+    devices = {run.request.config.system.device for run in runs}
+    trainers = _Trainers(_environments(jobs, on_cpu=devices == {"cpu"}))
+    may_diverge = on_divergence == "continue"
+
+    def train(number: int, run: SeedRun) -> None:
+        label = f"[{number}/{len(runs)}] {run.name}"
+        with trainers.slot(run) as environment:
+            _run_one(run, label, environment, trainers, may_diverge=may_diverge)
+
+    complete: set[str] = set()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for run in _as_completed(runs, train, pool if jobs > 1 else None):
+            complete.add(run.name)
+            waiting = {other.seed for other in runs if other.name not in complete}
+            if done := [other for other in runs if other.seed not in waiting]:
+                refresh(done)
+            if jobs > 1:
+                say(progress(runs))
+    except KeyboardInterrupt:
+        if SaveError.exit_code in trainers.stop():
+            raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
+        raise SavedInterrupt("what was trained is saved; start again to continue") from None
+    finally:
+        pool.shutdown()
+
+
+def _as_completed(
+    runs: Sequence[SeedRun], train: Callable[[int, SeedRun], None], pool: ThreadPoolExecutor | None
+) -> Iterator[SeedRun]:
+    """Train runs one by one in this thread, or in the threads of a pool; yield each that is complete.
+
+    Raises: the first error; with a pool, after all others have ended.
+    """
+    numbered = enumerate(runs, start=1)
+    if pool is None:
+        for number, run in numbered:
+            train(number, run)
+            yield run
+        return
+    tasks = {pool.submit(train, number, run): run for number, run in numbered}
+    errors = []
+    for task in as_completed(tasks):
+        if error := task.exception():
+            errors.append(error)
+        else:
+            yield tasks[task]
+    if errors:
+        raise errors[0]
+
+
+class _Trainers:
+    """The running trainer processes, one per slot; none starts after one has failed or all were told to stop."""
+
+    def __init__(self, environments: Sequence[dict[str, str]]) -> None:
+        """`environments`: the environment variables of each slot."""
+        self._running: list[subprocess.Popen[str]] = []
+        self._stopping = threading.Event()
+        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for environment in environments:
+            self._free.put(environment)
+
+    @contextlib.contextmanager
+    def slot(self, run: SeedRun) -> Iterator[dict[str, str]]:
+        """Wait for a free slot and hold it; yield its environment variables.
+
+        Raises: CheckError if no further run may start.
+        """
+        environment = self._free.get()
+        try:
+            if self._stopping.is_set():
+                raise CheckError(f"{run.name} was not started: another run failed")
+            yield environment
+        except BaseException:
+            self._stopping.set()  # the running jobs finish, nothing else starts
+            raise
+        finally:
+            self._free.put(environment)
+
+    def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
+        """Train in a fresh process; return its exit code and what it wrote to stderr."""
+        from gpt2lab.training.stop import end_with_parent
+
+        run.write_settings()
+        trainer = subprocess.Popen(
+            [sys.executable, *paths.trainer("train"), *run.trainer_words()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            preexec_fn=end_with_parent,  # else a run would continue alone and block the next start
+        )
+        self._running.append(trainer)
+        if self._stopping.is_set():  # since the caller checked
+            trainer.terminate()
+        stderr = trainer.communicate()[1]
+        self._running.remove(trainer)
+        return trainer.returncode, stderr
+
+    def stop(self) -> list[int]:
+        """Make each running job save and end, wait for that, and return the exit codes."""
+        self._stopping.set()
+        running = list(self._running)
+        for trainer in running:
+            trainer.terminate()  # it saves; Ctrl+C in a terminal has reached it too, `kill -INT` has not
+        return [trainer.wait() for trainer in running]
+
+
+def _run_one(
+    run: SeedRun, label: str, environment: dict[str, str], trainers: _Trainers, *, may_diverge: bool
+) -> None:
+    start = start_of(run)
+    if may_diverge and history.has_diverged(run.folder):
+        say(f"{label}: diverged")
+        return
+    if start.is_complete:
+        say(f"{label}: complete")
+        return
+    say(f"{label}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
+    code, stderr = trainers.run(run, environment)
+    if code:
+        reason = (stderr.strip() or "no message").splitlines()[-1]
+        if may_diverge and history.has_diverged(run.folder):
+            say(f"{label}: diverged: {reason.removeprefix('error: ')}")
+            return
+        raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
+    if not start_of(run).is_complete:
+        raise CheckError(f"{run.name} stopped before its end; start again to continue")
+
+
+def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
+    """Return the environment variables of each job: a GPU of its own, or its share of the cores.
+
+    Raises: ConfigError if there are fewer GPUs than jobs.
+    """
+    if jobs == 1:
+        return [{}]
+    gpus = [] if on_cpu else visible_gpus()
+    if gpus and len(gpus) < jobs:
+        raise ConfigError(
+            f"--jobs {jobs}: there {'is 1 GPU' if len(gpus) == 1 else f'are {len(gpus)} GPUs'}, "
+            f"and each run needs its own"
+        )
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
+    return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
+
+
+def visible_gpus() -> list[str]:
+    """Return the numbers of the GPUs that a process started here may use, without torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return []
+    return [str(number) for number, line in enumerate(found.splitlines()) if line.startswith("GPU")]
+
+
+def progress(runs: Sequence[SeedRun]) -> str:
+    """Return a table of the runs: state, step and last validation loss."""
+    rows = []
+    for run in runs:
+        status: dict[str, Any] = history.read_json(run.folder / "status.json") or {}
+        losses = history.read_log(run.folder).current("eval")
+        last = losses[max(losses)]["val_loss"] if losses else None
+        state, step = str(status.get("state", "waiting")), str(status.get("step", 0))
+        rows.append((run.name, state, step, fmt.number(last)))
+    return fmt.table(("run", "state", "step", "val loss"), rows)
