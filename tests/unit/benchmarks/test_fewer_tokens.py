@@ -45,9 +45,7 @@ def test_ratios_are_taken_seed_by_seed(tmp_path):
     found = fewer_tokens.read(table)
     assert [tokens for tokens, _ in found.reached] == pytest.approx([200, 200])
     assert found.ratio.mean == pytest.approx(0.2)
-    assert found.ratio.half_width == pytest.approx(
-        0
-    )  # though the seeds' losses are 2 nats apart
+    assert found.ratio.half_width == pytest.approx(0)  # though the seeds' losses are 2 nats apart
     assert found.seconds_ratio.mean == pytest.approx((10 + 10 / 3) / 1000**0.5)
     base, model = fewer_tokens.points([found])["settings"]
     assert (base["setting"], model["setting"]) == ("m-True", "m-False")
