@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_a_run_is_replayed_from_its_own_conversations(folder, tmp_path):
     finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
-    assert "every bit as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
+    assert "bitwise as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
     for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
         done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
         line = "--data_dir: the run was fine-tuned on --instructions; leave it out"
@@ -259,7 +259,7 @@ def test_help_shows_the_defaults_of_fine_tuning(model, small):
 def test_preflight_tries_a_step_on_the_answers(folder, tmp_path, capsys, monkeypatch):
     flags = [*flags_of(folder, tmp_path / "runs", "r", "--lora_r=2"), "--preflight", "--json"]
     monkeypatch.setattr(sys, "argv", ["src/finetune.py", *flags])
-    assert preflight(parse(flags, "finetune"), recipe=FINETUNING) == 0
+    assert preflight(parse(flags, "finetune"), recipe=FINETUNING, as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     details = {check["name"]: check["detail"] for check in told["checks"]}
     assert "22 conversations in" in details["data"]

@@ -110,7 +110,7 @@ def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
     shutil.copytree(data, tmp_path / "moved")
     there = words(tmp_path / "moved", **WEIGHTS)
     replay = ("replay", straight, "--steps=13:15", *there)
-    assert "every bit as logged" in launch.call(*replay).stdout
+    assert "bitwise as logged" in launch.call(*replay).stdout
     shown = launch.call("data", "show", "--run", straight, "--step", LAST, *there)
     assert "--- sample 191: late, tiny_train_000001.npy from token 80" in shown.stdout
     done = launch.call(*replay[:-1], f"{tmp_path / 'moved' / 'late'}:0.5")
@@ -272,8 +272,8 @@ def test_the_plan_says_how_often_each_source_is_read(data, tmp_path):
 
 
 def test_measuring_trains_on_the_mixture_itself(data, tmp_path):
-    config = parse(flags_of(data, tmp_path, "run")).fresh()
-    assert parse(data_for(config, tmp_path)).fresh().data == config.data
+    config = parse(flags_of(data, tmp_path, "run")).config
+    assert parse(data_for(config, tmp_path)).config.data == config.data
     assert not list(tmp_path.iterdir())
     elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).config
     made = parse(data_for(elsewhere, tmp_path)).config.data

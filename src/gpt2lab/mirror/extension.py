@@ -42,7 +42,7 @@ class CheckpointMirror(Extension):
         if (run := find_mirrored(request)) is None:
             return
         self._warnings = fetch_before_start(run, request)
-        if (warning := check_mirror(run)) is not None:
+        if (warning := check_mirror(run, request)) is not None:
             self._warnings.append(warning)
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:

@@ -38,7 +38,6 @@ class MirroredRun:
 
     url: str
     run_dir: Path
-    is_resumed: bool
 
 
 def find_mirrored(request: RunRequest) -> MirroredRun | None:
@@ -63,7 +62,7 @@ def find_mirrored(request: RunRequest) -> MirroredRun | None:
     if infos and "checkpoint_mirror" not in request.chosen:
         saved = infos[-1].manifest["config"].get("checkpoint_mirror")
         url = saved if isinstance(saved, str) else None
-    return None if url is None else MirroredRun(url, run_dir, is_resumed=bool(infos))
+    return None if url is None else MirroredRun(url, run_dir)
 
 
 def fetch_before_start(run: MirroredRun, request: RunRequest) -> list[str]:
@@ -172,7 +171,7 @@ def fetch_on_this_machine(start: Start) -> None:
     )
 
 
-def check_mirror(run: MirroredRun) -> str | None:
+def check_mirror(run: MirroredRun, request: RunRequest) -> str | None:
     """Reject a mirror that cannot be one of this run; return a warning if it does not answer: training does not wait.
 
     Raises: ConfigError.
@@ -180,7 +179,8 @@ def check_mirror(run: MirroredRun) -> str | None:
     mirror = connect(run.url, run.run_dir.name)
     try:
         # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
-        own = run_id(run.run_dir) if run.is_resumed else None
+        is_resumed = request.resume is not None and catalog.has_checkpoints(run.run_dir)
+        own = run_id(run.run_dir) if is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise

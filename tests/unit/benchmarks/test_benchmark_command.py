@@ -171,7 +171,7 @@ def test_predictions_beside_what_was_measured(tmp_path):
     ],
 )
 def test_a_wrong_call_is_one_line(words, message):
-    code, said, error = call("benchmark.py", *words, folder=REPOSITORY)
+    code, said, error = call("benchmark", *words, folder=REPOSITORY)
     assert (code, said) == (2, "")
     assert error.splitlines()[-1].startswith("error: ")
     assert message in error

@@ -159,10 +159,7 @@ def test_an_id_above_the_tokenizers_is_refused(source, tmp_path):
         ),
     ],
 )
-def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
-    vocab_size, fix, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("gpt2lab.paths.command", lambda verb: verb)
+def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(vocab_size, fix, tmp_path):
     with pytest.raises(DataError) as caught:
         open_data(tmp_path / "none", vocab_size=vocab_size)
     name = "tok512" if vocab_size == 512 else "bytes"

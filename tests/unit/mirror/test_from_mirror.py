@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import store
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
+from gpt2lab.mirror.extension import CheckpointMirror
 from gpt2lab.mirror.resume import _is_left_behind, fetch_on_this_machine, open_uploader, wait_limit
 from gpt2lab.mirror.storage import Copy, connect
 from gpt2lab.runs import overview
@@ -225,7 +226,7 @@ def test_an_error_of_the_mirror_hides_no_earlier_one(tiny_data, tmp_path, bucket
     closed: list[bool] = []
     close = MetricsLogger.close
     monkeypatch.setattr(MetricsLogger, "close", lambda self: closed.append(True) or close(self))
-    monkeypatch.setattr(Saver, "report_mirror", fail_to_report)
+    monkeypatch.setattr(CheckpointMirror, "_report", fail_to_report)
     monkeypatch.setattr(Trainer, "fit", fail_first)
     run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
     assert str(run.rejected()) == "the first error"

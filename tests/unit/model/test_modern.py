@@ -177,7 +177,7 @@ def test_settings_saved_before_there_were_options_mean_gpt2(run):
     infos, _ = catalog.list_checkpoints(run)
     saved = dict(infos[-1].manifest["config"])
     assert json.loads((run / "config.json").read_text())["positions"] == "rotary"
-    for name in [*OPTIONS, "optimizer", "muon_lr"]:
+    for name in [*OPTIONS, "optimizer", "muon_lr", "chosen"]:
         del saved[name]
     config = override(Config(), saved)
     assert options_of(config.model) == ""
