@@ -277,7 +277,7 @@ def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(tiny_data
         None,
         "PermissionError: Access Denied",
     )
-    for attempt, said in ((1, "not reached"), (2, "goes on from its own step 4")):
+    for attempt, said in ((1, "not reached"), (2, "continues from its own step 4")):
         messages = [event["message"] for event in run.events("warning", attempt)]
         assert sum("not copied" in message for message in messages) == 1
         assert any(said in message for message in messages)

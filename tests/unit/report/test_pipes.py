@@ -11,7 +11,7 @@ import launch
 
 @pytest.mark.parametrize("name", ["config.json", "status.json", "run.json", "labels/best"])
 def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(tiny_run, name):
-    run = tiny_run(max_steps=2, checkpoint_freq=1, eval_freq=1)
+    run = tiny_run("--stop_after_steps=2", max_steps=4, checkpoint_freq=1, eval_freq=1)
     (run.path / name).unlink()
     os.mkfifo(run.path / name)
     for program in ("report", "runs resume-command"):
