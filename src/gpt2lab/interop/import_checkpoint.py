@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS

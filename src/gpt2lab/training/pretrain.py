@@ -17,17 +17,17 @@ from typing import Literal
 import torch
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.request import RunRequest
-from gpt2lab.distributed.compilation import use_cache_folder
+from gpt2lab.distributed.compilation import resolve_compile, use_cache_folder
 from gpt2lab.distributed.runtime import (
     Runtime,
     resolve_dtype,
     resolve_residual_dtype,
     use_fast_fp32_matmul,
 )
-from gpt2lab.distributed.strategy import Strategy, resolve_compile
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import (
     ConfigError,
     FolderLostError,

@@ -17,8 +17,14 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, disk_budget
 from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
-from gpt2lab.config.request import RunRequest, chosen_in, fill_in, follow_peak
-from gpt2lab.config.resume_policy import find_changes, reject_changes
+from gpt2lab.config.request import (
+    RunRequest,
+    chosen_in,
+    fill_in,
+    find_changes,
+    follow_peak,
+    reject_changes,
+)
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
 from gpt2lab.data.mixture import (

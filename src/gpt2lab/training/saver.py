@@ -20,7 +20,7 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import Draft, folder_name
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.errors import (
     CheckpointError,

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.commands import dry_run
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
