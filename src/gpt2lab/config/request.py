@@ -20,6 +20,8 @@ from gpt2lab.config.settings import LEAVES, is_path, override, policy_of, resolv
 from gpt2lab.errors import ConfigError
 
 _LOCATION = ("checkpoint_dir", "run_name")
+# What to do about a loss that is not finite, or that spikes again and again.
+LOWER_RATE = "with a lower --max_lr and --allow_change max_lr"
 FOLLOWS = frozenset({"min_lr", "warmup_steps"})  # from the peak, and from the length of the run
 
 
@@ -39,6 +41,17 @@ class RunRequest:
     stop_at: str | None = None  # a moment: HH:MM, or an ISO date and time
     open_settings: frozenset[str] = frozenset()  # left to the planner: mini_batch_size, max_steps
     timeout_minutes: float = 60.0  # of the process group
+
+    @property
+    def leaves_mini_batch(self) -> bool:
+        """Tell whether the planner chooses the mini batch."""
+        return "mini_batch_size" in self.open_settings
+
+    @property
+    def fixes_mini_batch(self) -> bool:
+        """Tell whether the mini batch, or the batch that it divides, was typed for this start."""
+        is_typed = bool({"mini_batch_size", "total_batch_size"} & self.typed)
+        return is_typed and not self.leaves_mini_batch
 
     def over(self, saved: Config) -> Config:
         """Return saved settings with the chosen ones on top; another preset counts as choosing each of its settings."""

@@ -265,7 +265,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
         start.val_orders,
         config.model,
         val_tokens=config.eval.val_tokens,
-        batch_size=config.batch.mini_batch_size,
+        batch_size=start.plan.batch.micro_batch,
         strategy=Strategy(runtime, config.system),
         runtime=runtime,
     )

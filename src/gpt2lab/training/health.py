@@ -16,6 +16,7 @@ from torch import nn
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
@@ -101,7 +102,7 @@ def report_health(
         if count >= MOST_NON_FINITE:
             raise NonFiniteError(
                 f"step {step}: {count} updates in a row were not finite; the weights are as after step "
-                f"{step - count}. Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+                f"{step - count}. Resume from a checkpoint {LOWER_RATE}"
             )
 
 
@@ -130,7 +131,7 @@ def rewind(
     if sum(record["reason"] == "rewind" for record in state.skipped) >= MOST_REWINDS:
         raise NonFiniteError(
             f"step {spike}: the loss spiked again after {MOST_REWINDS} rewinds; "
-            f"resume from an earlier checkpoint with a lower --max_lr and --allow_change max_lr"
+            f"resume from an earlier checkpoint {LOWER_RATE}"
         )
     chosen = runtime.on_rank_zero(lambda: _choose(start, spike))
     if chosen is None:
