@@ -14,7 +14,10 @@ CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling cost
 # the blocks once for all: a few more bytes are moved (docs/gpu_results.md), and the first step takes seconds.
 REGIONS_FROM_LAYERS = 24
 # What to do about a step that needs too much memory.
-SMALLER_MINI_BATCH = "A lower --mini_batch_size needs less and changes no loss; --mini_batch_size auto finds one that fits"
+SMALLER_MINI_BATCH = (
+    "A lower --mini_batch_size needs less and changes no loss; "
+    "--mini_batch_size auto finds one that fits"
+)
 BUCKET_BYTES = int(SystemConfig.ddp_bucket_mb * 2**20)  # one message of ddp or zero1, by default
 
 
@@ -96,9 +99,9 @@ def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]
 def fit_mini_batch(
     batch: BatchConfig, *, context_length: int, world_size: int
 ) -> tuple[BatchConfig, str | None]:
-    """Return the batch with the largest mini batch up to its own that divides a rank's share, and a note if it is lower.
+    """Return the batch with the largest mini batch up to its own that divides a rank's share, and a note if lower.
 
-    Tokens per step are unchanged. Where no mini batch divides them, nothing changes, and `plan_batches` rejects the batch.
+    Tokens per step are unchanged. A batch that the ranks cannot share is returned as it is: `plan_batches` rejects it.
     """
     share, rest = divmod(
         batch.total_batch_size, context_length * world_size
