@@ -106,7 +106,7 @@ class TrainState:
     def from_file(file: JsonFile, values: dict[str, Any]) -> TrainState:
         """Build the state from `to_dict`'s values in a file; one that an earlier version did not write has its default.
 
-        Raises: the file's error if a value is none of a state, or of one that this version does not know.
+        Raises: the file's error if a value is invalid, or if this version does not know its name.
         """
         file.check(values, _REQUIRED, _RULES, where="state: ")
         if unknown := sorted(set(values) - {*_REQUIRED, *_RULES}):
@@ -346,7 +346,7 @@ def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
 def load(
     folder: Path, *, model: nn.Module, optimizers: Optimizers, other_optimizer: bool = False
 ) -> tuple[TrainState, list[dict[str, Any]]]:
-    """Put a verified checkpoint into model and optimizers; return where the run stands, and each rank's generators.
+    """Put a verified checkpoint into model and optimizers; return the run's state, and each rank's generators.
 
     Names and shapes are compared before anything is copied. With `other_optimizer` the saved state belongs to another
     kind of optimizer and is not loaded.

@@ -50,12 +50,12 @@ def free(default: T, help: str, **bounds: float) -> T:
 
 
 def guarded(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that changes the mathematics: a resume needs --allow_change NAME."""
+    """Declare a setting that changes the training computation: a resume needs --allow_change NAME."""
     return _option(default, help, "guarded", bounds)
 
 
 def fixed(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that shapes the weights, or their beginning: it can never change on resume."""
+    """Declare a setting that decides the shapes or the initial values of the weights: it can never change on resume."""
     return _option(default, help, "fixed", bounds)
 
 
@@ -111,7 +111,7 @@ class InitConfig:
     init_from: str | None = fixed(
         None,
         "start from the weights and architecture of a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
-        "default random weights. Optimizer, step and data start afresh",
+        "default random weights. Optimizer, step and data start from the beginning",
     )
 
 
@@ -131,7 +131,7 @@ class DataConfig:
     )
     max_source_epochs: tuple[str, ...] = free(
         (),
-        "reject a run that would pass over a source of its data more often: N for every source, NAME:N for one",
+        "maximum epochs per source; longer runs are rejected: N for every source, NAME:N for one",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards",
@@ -270,7 +270,7 @@ class CheckpointConfig:
     )
     async_checkpoint: Literal["auto", "on", "off"] = free(
         "auto",
-        "on: a process of its own writes rolling checkpoints while training goes on; auto = on with a GPU",
+        "on: a separate process writes rolling checkpoints while training continues; auto = on with a GPU",
     )
     epoch_checkpoints: Literal["on", "off"] = free(
         "on", "on: keep a checkpoint of the end of every epoch"
@@ -395,7 +395,7 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that makes a run what it is."""
+    """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     init: InitConfig = field(default_factory=InitConfig)

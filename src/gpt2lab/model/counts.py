@@ -130,7 +130,7 @@ def count_adapters(model: ModelConfig, config: TuningConfig) -> int:
 def read_shapes(path: Path) -> Shapes:
     """Return {name: shape} of a safetensors file.
 
-    Raises: CheckpointError if it is none, or ends before its last tensor.
+    Raises: CheckpointError if it is not one, or ends before its last tensor.
     """
     try:
         with open_regular(path) as file:
@@ -144,7 +144,7 @@ def read_shapes(path: Path) -> Shapes:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged, or no safetensors ({error})") from error
     if end != size:
-        raise CheckpointError(f"{path}: {size} bytes, but its header promises {end}; copy it again")
+        raise CheckpointError(f"{path}: {size} bytes, but its header says {end}; copy it again")
     return shapes
 
 

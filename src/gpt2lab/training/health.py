@@ -28,9 +28,9 @@ from gpt2lab.training.components import Components
 from gpt2lab.training.start import Start
 from gpt2lab.training.train_step import StepStats, is_finite
 
-FEWEST = 64  # before there are as many, nothing is a spike: a young run falls fast
+FEWEST = 64  # with fewer recent losses, nothing is a spike: the loss of a young run falls fast
 LIMIT = 6.0  # standard deviations
-LEAST_SPREAD = 1e-3  # of the mean: a flat curve is not a licence to call noise a spike
+LEAST_SPREAD = 1e-3  # of the mean: the noise of a flat curve is no spike
 
 
 def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
@@ -47,12 +47,12 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
 
 
 def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
-    """Tell whether a finite loss is a spike; what is not finite has its own rule."""
+    """Tell whether a finite loss is a spike; a loss that is not finite is handled apart."""
     z = z_score(loss, recent) if math.isfinite(loss) else None
     return z is not None and z > LIMIT
 
 
-MOST_NON_FINITE = 4  # in a row: one is an accident, four are a state
+MOST_NON_FINITE = 4  # in a row: one can be chance, four are not
 
 
 def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> bool:
@@ -64,7 +64,7 @@ def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> 
 def why_host_decides(
     config: Config, optimizers: list[torch.optim.Optimizer], runtime: Runtime
 ) -> str | None:
-    """Return why the loss must be read before the update is made; None if the device can do without.
+    """Return why the loss must be read before the update is made; None if the device can decide.
 
     The device then rejects an update that is not finite, and the host launches a step before it has read the loss of
     the one before, so that the device never waits for it.
@@ -142,8 +142,8 @@ def rewind(
     record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
     logger.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
     logger.warn(
-        f"step {spike}: loss {loss:.4f} is a spike; back to step {chosen.step}, "
-        f"and on without the {jumped - loaded.samples:,} windows up to it",
+        f"step {spike}: loss {loss:.4f} is a spike; returning to step {chosen.step} and "
+        f"skipping the {jumped - loaded.samples:,} windows up to it",
         chosen.step,
     )
     if runtime.rank == 0:
