@@ -45,7 +45,10 @@ def _option(default: T, help: str, policy: Policy, bounds: dict[str, float]) -> 
 
 
 def free(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that a resumed run may change without asking; `bounds`: `least` or `above`, `most`."""
+    """Declare a setting that a resumed run may change without asking; `bounds`: `least` or `above`, `most`.
+
+    With `draws_dropout` it is guarded where there is dropout: another value means other masks.
+    """
     return _option(default, help, "free", bounds)
 
 
@@ -149,6 +152,7 @@ class BatchConfig:
         16,
         "sequences per forward pass on each rank (guarded when dropout > 0); pretraining takes `auto` too",
         least=1,
+        draws_dropout=True,
     )
 
 

@@ -129,7 +129,7 @@ def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(run, monkeypat
     [warning] = [e for e in run.events("warning") if "not saved" in e["message"]]
     assert "step 4" in warning["message"]
     assert "1 kB free on its disk" in warning["message"]
-    assert "training goes on" in warning["message"]
+    assert "training continues" in warning["message"]
 
 
 class FullDisk(FileIO):

@@ -66,7 +66,7 @@ def test_a_broken_shard_is_rejected_by_name(foreign, case, wording):
 
 
 def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_path):
-    with pytest.raises(DataError, match=r"no such data folder; .*prepare_data\.py"):
+    with pytest.raises(DataError, match=r"no such data folder; .*gpt2lab prepare"):
         open_data(tmp_path / "nowhere", vocab_size=VOCAB)
     both = r"gpt2lab data tokenizer train \S+ --vocab_size 512 --out tok512 && gpt2lab prepare .* --tokenizer tok512"
     with pytest.raises(DataError, match=f"no such data folder; .*{both} --out .*nowhere$"):
