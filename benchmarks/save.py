@@ -16,7 +16,7 @@ import torch
 from gpt2lab import fmt
 from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.manifest import Draft
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, OptimConfig

@@ -193,7 +193,7 @@ def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(ru
     run.wait_for(process, "checkpoint", 20)
     edit(run)
     assert run.end_of(process) == 2
-    assert "changed while training, and no shards.json says what it was" in the_line(run)
+    assert "changed while training, and there is no shards.json to compare it with" in the_line(run)
     assert run.saved() == [20]
 
 

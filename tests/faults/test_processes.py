@@ -79,7 +79,7 @@ def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
     run.flags = NO_ROLLING
     program = python_program(
         tmp_path,
-        "import os, signal\nfrom gpt2lab.training.ranks import Stragglers\nplain = Stragglers.note\n"
+        "import os, signal\nfrom gpt2lab.training.health import Stragglers\nplain = Stragglers.note\n"
         "def note(self, step, **k):\n"
         "    if step == 10 and os.environ['RANK'] == '1':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -21,7 +21,7 @@ import torch.distributed.fsdp
 
 from benchmarks.sharing_worker import Traffic
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig, TuningConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.sharing_worker import Traffic
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
@@ -28,7 +28,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.counts import count_rows
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.training.ranks import check_drift
+from gpt2lab.training.health import check_drift
 from gpt2lab.training.train_step import StepStats, is_finite, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.

@@ -19,8 +19,13 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
-from gpt2lab.model.counts import count_adapters, count_parameters
-from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
+from gpt2lab.model.counts import (
+    check_shapes,
+    count_adapters,
+    count_parameters,
+    count_values,
+    read_shapes,
+)
 
 LABELS = "labels"
 WEIGHTS = "model.safetensors"

@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise file.rejected(f"format {manifest['format']!r}, this version reads {FORMAT!r}")
     if manifest["manifest_sha256"] != _hash_of(manifest):
         raise file.rejected("damaged (its own hash does not match)")
-    # A hash does not prove intent: it may have been made anew.
+    # A hash does not prove intent: it may have been recomputed.
     file.check(manifest, _REQUIRED, _OPTIONAL)
     file.check(manifest["environment"], {"world_size": SIZE}, where="environment: ")
     if manifest.get("initial_weights"):

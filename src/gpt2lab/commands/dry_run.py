@@ -39,7 +39,7 @@ def print_plan(
             "parameters": plan.parameters,
             "flops_per_token": plan.flops_per_token,
             "tokens_per_step": plan.batch.tokens,
-            "mini_batch_size": plan.batch.mini_batch_size,
+            "mini_batch_size": plan.batch.micro_batch,
             "accumulation": plan.batch.accumulation,
             "world_size": plan.batch.world_size,
             "max_steps": plan.max_steps,

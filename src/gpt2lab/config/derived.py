@@ -13,6 +13,11 @@ CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling cost
 # One graph of all layers compiles for a time that grows with them. From here a step is compiled in regions, those of
 # the blocks once for all: a few more bytes are moved (docs/gpu_results.md), and the first step takes seconds.
 REGIONS_FROM_LAYERS = 24
+# What to do about a step that needs too much memory.
+SMALLER_MINI_BATCH = (
+    "A lower --mini_batch_size needs less and changes no loss; "
+    "--mini_batch_size auto finds one that fits"
+)
 BUCKET_BYTES = int(SystemConfig.ddp_bucket_mb * 2**20)  # one message of ddp or zero1, by default
 
 
@@ -45,10 +50,10 @@ def check_fsdp_param_dtype(system: SystemConfig) -> None:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut: samples = world_size * accumulation * mini_batch_size."""
+    """How one global batch is cut: samples = world_size * accumulation * micro_batch."""
 
     samples: int
-    mini_batch_size: int
+    micro_batch: int  # sequences of one forward pass on a rank
     accumulation: int
     world_size: int
     context_length: int
@@ -60,7 +65,7 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens:,} = B {self.mini_batch_size} x T {self.context_length} "
+            f"{self.tokens:,} = B {self.micro_batch} x T {self.context_length} "
             f"x accumulation {self.accumulation} x world {self.world_size}"
         )
 
@@ -89,6 +94,26 @@ def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]
     """Return the mini batches that divide a rank's `sequences` of a step, ascending; the first is 1."""
     limit = sequences if at_most is None else min(sequences, at_most)
     return [size for size in range(1, limit + 1) if sequences % size == 0]
+
+
+def fit_mini_batch(
+    batch: BatchConfig, *, context_length: int, world_size: int
+) -> tuple[BatchConfig, str | None]:
+    """Return the batch with the largest mini batch up to its own that divides a rank's share, and a note if lower.
+
+    Tokens per step are unchanged. A batch that the ranks cannot share is returned as it is: `plan_batches` rejects it.
+    """
+    share, rest = divmod(
+        batch.total_batch_size, context_length * world_size
+    )  # sequences of one rank
+    if rest or not share or share % batch.mini_batch_size == 0:
+        return batch, None
+    fitting = mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
+    note = (
+        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
+        f"{world_size} ranks share {share * world_size} sequences a step"
+    )
+    return dataclasses.replace(batch, mini_batch_size=fitting), note
 
 
 def count_steps(

@@ -1,7 +1,7 @@
-"""What --data_dir, --data_weights_at and --max_source_epochs say: the folders of a run, and their weights. No torch.
+"""The folders of a run and their weights: --data_dir, --data_weights_at and --max_source_epochs. No torch.
 
-One word of --data_dir is a folder, whatever is in its name. Several are a mixture: each is PATH:WEIGHT, divided at the
-last colon.
+A single word of --data_dir is a folder, whatever its name contains. Several are a mixture: each is PATH:WEIGHT, divided
+at the last colon.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class DataSources:
     folders: tuple[Path, ...]
     names: tuple[str, ...]  # the folders' own, with as many parents as make them differ
     phases: tuple[Phase, ...]  # the first from 0 tokens on
-    max_epochs: tuple[float | None, ...]  # passes that a run may make over each; None: any number
+    max_epochs: tuple[float | None, ...]  # the most epochs of each; None: any number
 
 
 def read_sources(data: DataConfig) -> DataSources:
-    """Return what the three settings say together.
+    """Return the folders, names, weights and limits that the three settings give.
 
-    Raises: ConfigError for the first that does not make sense.
+    Raises: ConfigError for the first setting that cannot be used.
     """
     words = data.data_dir
     if not words:
@@ -57,7 +57,7 @@ def read_sources(data: DataConfig) -> DataSources:
     if single and later:
         raise ConfigError(
             f"data_weights_at {' '.join(data.data_weights_at)}: changes the weights of a mixture, and data_dir is "
-            f"one folder; give several as PATH:WEIGHT, or leave it out"
+            f"one folder; give several as PATH:WEIGHT, or omit it"
         )
     for before, after in zip(phases, later, strict=False):
         if after.from_tokens <= before.from_tokens:
@@ -67,7 +67,7 @@ def read_sources(data: DataConfig) -> DataSources:
     for source, name in enumerate(names):
         if not any(phase.weights[source] for phase in phases):
             raise ConfigError(
-                f"data_dir {name}: weight 0 is never trained on; leave it out, or give it a weight above 0"
+                f"data_dir {name}: weight 0 is never trained on; omit it, or give it a weight above 0"
             )
     for phase in phases:
         if not any(phase.weights):
@@ -148,11 +148,11 @@ def _read_limits(words: Sequence[str], names: Sequence[str]) -> tuple[float | No
             limit = math.nan
         if not 0 < limit < math.inf:
             raise ConfigError(
-                f"max_source_epochs {word}: not a number of passes above 0, or NAME:NUMBER"
+                f"max_source_epochs {word}: not a number of epochs above 0, or NAME:NUMBER"
             )
         if name and name not in names:
             raise ConfigError(
-                f"max_source_epochs {word}: no source {name}; there is {', '.join(names)}"
+                f"max_source_epochs {word}: no source {name}; the sources are {', '.join(names)}"
             )
         limits |= {name: limit} if name else {n: limit for n in names if n not in limits}
     return tuple(limits.get(name) for name in names)

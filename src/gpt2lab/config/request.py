@@ -16,8 +16,12 @@ from gpt2lab import paths
 from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import LENGTHS, Config, OptimConfig, RecipeName
-from gpt2lab.config.settings import LEAVES, is_path, override, resolved, to_flat
+from gpt2lab.config.settings import LEAVES, is_path, override, policy_of, resolved, to_flat
+from gpt2lab.errors import ConfigError
 
+_LOCATION = ("checkpoint_dir", "run_name")
+# What to do about a loss that is not finite, or that spikes again and again.
+LOWER_RATE = "with a lower --max_lr and --allow_change max_lr"
 FOLLOWS = frozenset({"min_lr", "warmup_steps"})  # from the peak, and from the length of the run
 
 
@@ -37,6 +41,17 @@ class RunRequest:
     stop_at: str | None = None  # a moment: HH:MM, or an ISO date and time
     open_settings: frozenset[str] = frozenset()  # left to the planner: mini_batch_size, max_steps
     timeout_minutes: float = 60.0  # of the process group
+
+    @property
+    def leaves_mini_batch(self) -> bool:
+        """Tell whether the planner chooses the mini batch."""
+        return "mini_batch_size" in self.open_settings
+
+    @property
+    def fixes_mini_batch(self) -> bool:
+        """Tell whether the mini batch, or the batch that it divides, was typed for this start."""
+        is_typed = bool({"mini_batch_size", "total_batch_size"} & self.typed)
+        return is_typed and not self.leaves_mini_batch
 
     def over(self, saved: Config) -> Config:
         """Return saved settings with the chosen ones on top; another preset counts as choosing each of its settings."""
@@ -208,3 +223,66 @@ def _steps_of(config: Config) -> int | None:
     if config.length.max_steps is not None or config.length.max_tokens is None:
         return config.length.max_steps
     return config.length.max_tokens // config.batch.total_batch_size
+
+
+# -- what a resume may change -----------------------------------------------------------------------------------------
+
+
+def find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
+    """Return {flag: [saved, now]} of all that differs but where the run lies."""
+    before, after = to_flat(saved), to_flat(now)
+    return {
+        name: [before[name], after[name]]
+        for name in after
+        if name not in _LOCATION and before[name] != after[name]
+    }
+
+
+def describe_change(name: str, change: list[Any]) -> str:
+    """Write what a setting was and is; of a fingerprint as much as is shown elsewhere."""
+    before, now = (str(value)[:12] if name == "data" else value for value in change)
+    return f"{before} -> {now}"
+
+
+def reject_changes(
+    request: RunRequest, config: Config, changes: dict[str, list[Any]], *, run: str
+) -> None:
+    """Reject changes of what is fixed, and of what is guarded without --allow_change; other data count as guarded.
+
+    Raises: ConfigError naming each setting, and the flag that allows it.
+    """
+    allowed = set(request.allowed_changes)
+    if "max_lr" in allowed and "min_lr" not in request.chosen:
+        allowed.add("min_lr")  # it follows
+    policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
+    fixed = [name for name, policy in policies.items() if policy == "fixed"]
+    guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]
+
+    def show(names: list[str]) -> str:
+        return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
+
+    recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
+    if recounted and config.length.max_steps is None:
+        raise ConfigError(
+            f"run {run}: with {show(recounted)} a length in epochs or tokens means another number of steps; "
+            f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
+        )
+    if fixed:
+        what = (
+            "with another architecture"
+            if fixed != ["init_from"]
+            else "from different initial weights"
+        )
+        raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
+    if "optimizer" in changes and "max_lr" not in request.chosen:
+        before, now = changes["optimizer"]
+        raise ConfigError(
+            f"run {run}: optimizer {before} -> {now}, and max_lr {config.optim.max_lr:g} was chosen for {before}; "
+            f"give the rate for {now}, too: --max_lr RATE --allow_change optimizer,max_lr"
+        )
+    if guarded:
+        named = [name for name in guarded if name in request.chosen or name == "data"] or guarded
+        raise ConfigError(
+            f"run {run} would change the training computation: {show(guarded)}; "
+            f"leave it as it was, or add --allow_change {','.join(named)} to record the change"
+        )

@@ -45,17 +45,20 @@ def _option(default: T, help: str, policy: Policy, bounds: dict[str, float]) -> 
 
 
 def free(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that a resumed run may change without asking; `bounds`: `least` or `above`, `most`."""
+    """Declare a setting that a resumed run may change without asking; `bounds`: `least` or `above`, `most`.
+
+    With `draws_dropout` it is guarded where there is dropout: another value means other masks.
+    """
     return _option(default, help, "free", bounds)
 
 
 def guarded(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that changes the mathematics: a resume needs --allow_change NAME."""
+    """Declare a setting that changes the training computation: a resume needs --allow_change NAME."""
     return _option(default, help, "guarded", bounds)
 
 
 def fixed(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that shapes the weights, or their beginning: it can never change on resume."""
+    """Declare a setting that decides the shapes or the initial values of the weights: it can never change on resume."""
     return _option(default, help, "fixed", bounds)
 
 
@@ -111,7 +114,7 @@ class InitConfig:
     init_from: str | None = fixed(
         None,
         "start from the weights and architecture of a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
-        "default random weights. Optimizer, step and data start afresh",
+        "default random weights. Optimizer, step and data start from the beginning",
     )
 
 
@@ -131,7 +134,7 @@ class DataConfig:
     )
     max_source_epochs: tuple[str, ...] = free(
         (),
-        "reject a run that would pass over a source of its data more often: N for every source, NAME:N for one",
+        "maximum epochs per source; longer runs are rejected: N for every source, NAME:N for one",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards",
@@ -149,6 +152,7 @@ class BatchConfig:
         16,
         "sequences per forward pass on each rank (guarded when dropout > 0); pretraining takes `auto` too",
         least=1,
+        draws_dropout=True,
     )
 
 
@@ -270,7 +274,7 @@ class CheckpointConfig:
     )
     async_checkpoint: Literal["auto", "on", "off"] = free(
         "auto",
-        "on: a process of its own writes rolling checkpoints while training goes on; auto = on with a GPU",
+        "on: a separate process writes rolling checkpoints while training continues; auto = on with a GPU",
     )
     epoch_checkpoints: Literal["on", "off"] = free(
         "on", "on: keep a checkpoint of the end of every epoch"
@@ -395,7 +399,7 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that makes a run what it is."""
+    """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     init: InitConfig = field(default_factory=InitConfig)

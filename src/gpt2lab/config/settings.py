@@ -43,10 +43,9 @@ def options_of(model: ModelConfig) -> str:
 
 
 def policy_of(name: str, config: Config) -> Policy:
-    """Return the resume policy of a flag; another micro-batch redraws dropout masks, hence the one exception."""
-    if name == "mini_batch_size" and config.model.dropout > 0:
-        return "guarded"
-    return LEAVES[name][1].metadata["policy"]
+    """Return the resume policy of a flag."""
+    known = LEAVES[name][1].metadata
+    return "guarded" if known.get("draws_dropout") and config.model.dropout > 0 else known["policy"]
 
 
 def is_path(name: str) -> bool:

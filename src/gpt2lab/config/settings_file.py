@@ -1,6 +1,6 @@
 """Settings in a file: `--config FILE` reads TOML or JSON, such as a run's own config.json; `--save_config` writes one.
 
-The settings stand flat, by the names of their flags. No torch.
+The settings are flat, by the names of their flags. No torch.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_line(name: str, text: str, what: str) -> str:
-    """Write a problem with the line that the setting stands in."""
+    """Write a problem with the line of the setting."""
     pattern = rf'^[ \t{{,\[]*["\']?{re.escape(name)}["\']?[ \t]*[=:\]]'
     found = re.search(pattern, text, flags=re.M)
     line = 1 + text.count("\n", 0, found.start()) if found else None

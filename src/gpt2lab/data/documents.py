@@ -12,9 +12,9 @@ from gpt2lab.data.windows import WindowReader
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents end; they are numbered from 1 through all shards, and one may go on in the next shard.
+    """Where documents end; they are numbered from 1 through all shards, and one may continue in the next shard.
 
-    Number 0 are tokens before the first end of text, where it stands before each document.
+    Number 0 are the tokens before the first end of text, where it precedes each document.
     """
 
     ends: tuple[np.ndarray, ...]  # of each shard: places of its ends of text, in tokens

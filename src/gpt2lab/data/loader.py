@@ -111,7 +111,7 @@ class Loader:
         """
         plan, micro_batches = self._plan, []
         for i in range(plan.accumulation):
-            rows = slice(i * plan.mini_batch_size, (i + 1) * plan.mini_batch_size)
+            rows = slice(i * plan.micro_batch, (i + 1) * plan.micro_batch)
             ids = self._to_device(windows[rows])
             micro_batches.append(
                 MicroBatch(

@@ -46,7 +46,7 @@ def missing_folder(folder: Path, otherwise: str) -> DataError:
 
 @dataclass(frozen=True)
 class EndOfText:
-    """The id that separates documents, and where it stands, seen from the document."""
+    """The id that separates documents, and whether it is before or after its document."""
 
     id: int | None = GPT2.end_of_text  # None: no id separates them, or it is not known
     place: Literal["before", "after", "none"] = "before"
@@ -102,7 +102,7 @@ def _file(path: Path) -> JsonFile:
 
 
 def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Reject a manifest without a key, or with a value of another kind: its hash may have been made anew by hand."""
+    """Reject a manifest without a key, or with a value of another kind: its hash may have been recomputed by hand."""
     file = _file(path)
     file.check(
         manifest,
@@ -156,6 +156,6 @@ def shards_folder(folder: Path, manifest: dict[str, Any]) -> Path:
         if place.is_dir():
             return place
     raise DataError(
-        f"{folder / MANIFEST}: its files are in {place}, which is not there; "
+        f"{folder / MANIFEST}: its files are in {place}, which does not exist; "
         f'if it has moved, correct "folder"'
     )

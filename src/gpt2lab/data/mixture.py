@@ -222,7 +222,7 @@ def with_data_at(config: Config, words: Sequence[str]) -> Config:
         require_folders(config, "--data_dir")
         return config
     if config.tuning.instructions is not None:
-        raise ConfigError("--data_dir: the run was fine-tuned on --instructions; leave it out")
+        raise ConfigError("--data_dir: the run was fine-tuned on --instructions; omit it")
     config = override(
         config, {"data_dir": normal_words("data_dir", words, paths.from_working_directory)}
     )
@@ -292,7 +292,7 @@ def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
 def training_order(
     data: TokenData, *, context_length: int, shuffle: Shuffle, seed: int, version: int = VERSION
 ) -> Order | Mixture:
-    """Return the order of the training samples. Each source of a mixture shuffles with a seed of its own.
+    """Return the order of the training samples. Each source of a mixture shuffles with its own seed.
 
     Raises: DataError if a shard is too short.
     """
@@ -346,7 +346,7 @@ def _seed_of(seed: int, source: int) -> int:
 
 
 def check_epochs(sources: DataSources, order: Order | Mixture, *, samples: int) -> None:
-    """Reject a run of so many samples that would pass over a source more often than --max_source_epochs allows.
+    """Reject a run of so many samples that has more epochs of a source than --max_source_epochs allows.
 
     Raises: ConfigError with the numbers.
     """

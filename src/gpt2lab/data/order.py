@@ -50,7 +50,7 @@ class Order:
         self.windows_per_epoch = int(self.windows.sum())
 
     def epoch_of(self, sample: int) -> int:
-        """Return which pass over the data a sample belongs to, from 0."""
+        """Return the epoch of a sample, from 0."""
         return sample // self.windows_per_epoch
 
     def shard_order(self, epoch: int) -> tuple[int, ...]:

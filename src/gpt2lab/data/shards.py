@@ -244,7 +244,7 @@ def document_ends(shard: Shard) -> np.ndarray:
 
 
 def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:
-    """Return where the documents of a file end by the index beside it, (documents,) int64; empty ones are left out.
+    """Return where the documents of a file end by the index beside it, (documents,) int64; empty ones are omitted.
 
     Raises: DataError; OSError.
     """
@@ -307,9 +307,7 @@ def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.nda
     if size == starts[-1] + sequences and sequences:
         raise DataError(f"{index}: has a mode for each sequence, of images perhaps; not only text")
     if size != starts[-1]:
-        raise DataError(
-            f"{index}: {size} bytes, but its header promises {starts[-1]}; truncated copy?"
-        )
+        raise DataError(f"{index}: {size} bytes, but its header says {starts[-1]}; truncated copy?")
     lengths, pointers, documents = (
         np.memmap(index, kind, "r", offset=start, shape=(count,)) if count else np.empty(0, kind)
         for kind, start, count in zip(
@@ -370,9 +368,7 @@ def open_shard(path: Path) -> Shard:
         )
     promised = offset + ID_BYTES[dtype.str] * shape[0]
     if size != promised:
-        raise DataError(
-            f"{path}: {size} bytes, but its header promises {promised}; truncated copy?"
-        )
+        raise DataError(f"{path}: {size} bytes, but its header says {promised}; truncated copy?")
     return Shard(path, shape[0], offset, dtype=dtype.str)
 
 

@@ -180,7 +180,7 @@ def _measure_split(
             measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, tokenizer=tokenizer)
         )
         tokens += shard.tokens
-    # What precedes the first id before a document is none of them; nor what follows the last id after one.
+    # Tokens before the first id, or after the last one, belong to no document.
     ends = np.array([tokens] if end_of_text.place == "before" else [], np.int64)
     starts = np.array([] if end_of_text.place == "before" else [0], np.int64)
     text_bytes = [fact["text_bytes"] for fact in facts]

@@ -242,7 +242,7 @@ class Verifier:
             return
         if shard.sha256 is None:
             self._damage = shard.rejected(
-                "changed while training, and no shards.json says what it was"
+                "changed while training, and there is no shards.json to compare it with"
             )
         elif before is None or now[:1] == before[:1]:  # its size
             self._verified.discard(shard)
@@ -260,7 +260,7 @@ class Verifier:
             try:
                 if self._damage is None and not self._is_closed.is_set():
                     self._verify(shard)
-            except Exception as error:  # such as no memory: the thread that trains must hear of it
+            except Exception as error:  # such as no memory: reported to the training thread
                 self._damage = error
             finally:
                 self._waiting.task_done()

@@ -1,6 +1,7 @@
-"""What torch.compile makes of a training step: one graph, or one for each kind of a deep model's parts.
+"""torch.compile: whether a run uses it, what it makes of a training step, and its cache.
 
-In place either way: no _orig_mod. in parameter names. Only the training call is compiled; evaluation and sampling call
+A step becomes one graph, or one for each kind of a deep model's parts. The model is compiled in place, so parameter
+names get no `_orig_mod.`. Only the training call is compiled; evaluation and sampling call
 `model.hidden` and `model.head` without gradients, and never make the step compile again.
 
 By default torch caches compiled code in the temporary folder, which a reboot empties and where, on a shared machine,
@@ -10,7 +11,10 @@ anyone may put files that torch would load. The cache is therefore in the user's
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,42 @@ import torch
 from torch import nn
 
 from gpt2lab import paths
+from gpt2lab.config.derived import compiles
+from gpt2lab.config.schema import SystemConfig
+from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def resolve_compile(
+    system: SystemConfig, *, device: torch.device, max_steps: int
+) -> tuple[bool, str | None]:
+    """Decide whether to compile; return the reason too where `auto` cannot.
+
+    Raises: ConfigError if `on` is not possible.
+    """
+    if not compiles(system, on_gpu=device.type != "cpu", max_steps=max_steps):
+        return False, None
+    missing = missing_for_compile(device)
+    if missing and system.compile == "on":
+        raise ConfigError(f"compile on: {missing}; install it or use --compile off")
+    if missing:
+        return False, f"not compiling: {missing}; training is only slower"
+    return True, None
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """Return what torch.compile lacks on this machine, or None; Triton needs a C compiler on a GPU too."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "no Triton (pip install triton)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+        return "this GPU is older than Triton supports (compute capability 7.0)"
+    if not any(shutil.which(name) for name in ("g++", "c++", "clang++", "gcc", "cc")):
+        return "no C++ compiler on the PATH"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "no Python.h (install python3-dev)"
+    return None
 
 
 def compile_step(model: GPT, trained: nn.Module, *, by_region: bool) -> None:
@@ -55,9 +94,6 @@ def _region(function: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(*args) if torch.is_grad_enabled() else function(*args)
 
     return run
-
-
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_cache_folder() -> None:

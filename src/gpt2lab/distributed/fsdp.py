@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt2lab.distributed.buckets import Bucket, divide
-from gpt2lab.distributed.sharding import clip_rows, is_sharded, rows_of
+from gpt2lab.distributed.sharding import Bucket, clip_rows, divide, is_sharded, rows_of
 from gpt2lab.model.gpt import GPT
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the processor calls itself and what it can do, from /proc/cpuinfo, and how many cores there are. No torch."""
+"""The processor's name, whether it has bf16, and how many cores this process may use, from /proc/cpuinfo. No torch."""
 
 from __future__ import annotations
 

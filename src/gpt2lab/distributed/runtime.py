@@ -46,7 +46,7 @@ class Runtime:
             # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             timeout = datetime.timedelta(minutes=timeout_minutes)
-            # torchrun's restarts share one store: without a prefix of its own a start finds its dead predecessor's
+            # torchrun's restarts share one store: without its own prefix a start finds its dead predecessor's
             # addresses there, and never connects.
             store, rank, world_size = next(iter(rendezvous("env://")))
             count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -86,7 +86,7 @@ class Runtime:
 
     @property
     def runs_ahead(self) -> bool:
-        """Tell whether this process goes on while its device computes what it was asked to."""
+        """Tell whether this process continues while its device computes what was launched."""
         return self.device.type == "cuda"
 
     def on_rank_zero(self, act: Callable[[], T]) -> T:

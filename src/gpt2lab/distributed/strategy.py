@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import shutil
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gpt2lab.config.derived import compiles, compiles_by_region
-from gpt2lab.config.schema import SystemConfig
+from gpt2lab.config.derived import compiles_by_region
+from gpt2lab.config.schema import ActivationCheckpointing, SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.compilation import compile_step
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.sharding import sharded
-from gpt2lab.errors import ConfigError
-from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import clip_grad_norm
 
@@ -67,6 +62,51 @@ class Numbers:
         """The numbers; waits for them."""
         self.arrived.wait()
         return [value.item() for value in self._values]
+
+
+# Activation checkpointing `selective` keeps the results of matrix products and attention. Norms, GELU and sums cost
+# little to recompute.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+_KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (*_PRODUCTS, *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION))
+]
+
+
+def apply_activation_checkpointing(model: GPT, mode: ActivationCheckpointing) -> None:
+    """Make each block keep only its input (`block`), or also its matrix products (`selective`), in place.
+
+    The backward pass recomputes the rest. Results are bit-identical, dropout included; only memory and time differ.
+    Source: Chen et al. 2016, arXiv:1604.06174.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": model.config.dropout > 0,
+    }
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+    for block in model.blocks:
+        block.forward = _checkpointed(block.forward, options)
+
+
+def _checkpointed(
+    forward: Callable[..., torch.Tensor], options: dict[str, Any]
+) -> Callable[..., torch.Tensor]:
+    def run(*args: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():  # evaluation and sampling keep nothing anyway
+            return forward(*args)
+        result: torch.Tensor = checkpoint(forward, *args, **options)
+        return result
+
+    return run
 
 
 class Strategy:
@@ -256,36 +296,6 @@ class Strategy:
         if self._exact is not None:
             return self._exact.sum_losses(losses)
         return self._runtime.sum_over_ranks(sum(losses, torch.zeros((), device=self.device)))
-
-
-def resolve_compile(
-    system: SystemConfig, *, device: torch.device, max_steps: int
-) -> tuple[bool, str | None]:
-    """Decide whether to compile; return the reason too where `auto` cannot.
-
-    Raises: ConfigError if `on` is not possible.
-    """
-    if not compiles(system, on_gpu=device.type != "cpu", max_steps=max_steps):
-        return False, None
-    missing = missing_for_compile(device)
-    if missing and system.compile == "on":
-        raise ConfigError(f"compile on: {missing}; install it or use --compile off")
-    if missing:
-        return False, f"not compiling: {missing}; training is only slower"
-    return True, None
-
-
-def missing_for_compile(device: torch.device) -> str | None:
-    """Return what torch.compile lacks on this machine, or None; Triton needs a C compiler on a GPU too."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "no Triton (pip install triton)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
-        return "this GPU is older than Triton supports (compute capability 7.0)"
-    if not any(shutil.which(name) for name in ("g++", "c++", "clang++", "gcc", "cc")):
-        return "no C++ compiler on the PATH"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        return "no Python.h (install python3-dev)"
-    return None
 
 
 class ExactReduction:

@@ -22,12 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2lab.distributed.buckets import Bucket, Pairs, divide, padded_numbers
 from gpt2lab.distributed.sharding import (
+    Bucket,
+    Pairs,
     ShardedMuon,
     clip_rows,
+    divide,
     from_local_rows,
     local_rows,
+    padded_numbers,
     rows_of,
 )
 from gpt2lab.optim.adamw import AdamW

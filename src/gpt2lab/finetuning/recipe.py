@@ -117,7 +117,7 @@ class FineTuning:
             validation=lambda strategy: AnswerLoss(
                 data.rows["val"],
                 val_tokens=config.eval.val_tokens,
-                batch_size=config.batch.mini_batch_size,
+                batch_size=start.plan.batch.micro_batch,
                 strategy=strategy,
                 runtime=runtime,
             ),

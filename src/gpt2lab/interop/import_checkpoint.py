@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS
@@ -265,7 +265,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
         start.val_orders,
         config.model,
         val_tokens=config.eval.val_tokens,
-        batch_size=config.batch.mini_batch_size,
+        batch_size=start.plan.batch.micro_batch,
         strategy=Strategy(runtime, config.system),
         runtime=runtime,
     )

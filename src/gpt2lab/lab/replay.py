@@ -25,8 +25,9 @@ from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import require_same_data, with_data_at
+from gpt2lab.distributed.compilation import missing_for_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-from gpt2lab.distributed.strategy import Strategy, missing_for_compile
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.runs import history

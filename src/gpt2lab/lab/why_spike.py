@@ -15,7 +15,7 @@ import torch
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.state import WINDOW
+from gpt2lab.checkpoint.store import WINDOW
 from gpt2lab.errors import ConfigError, printable
 from gpt2lab.lab.replay import Change, Replay, first_difference, open_replay, without
 from gpt2lab.lab.step_tokens import StepTokens, tokens_of_step

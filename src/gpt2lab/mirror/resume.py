@@ -27,7 +27,7 @@ from gpt2lab.runs.summary import describe_mirror
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 
-WAIT_SECONDS = 600.0  # for the last copy, at an end that nobody asked for
+WAIT_SECONDS = 600.0  # for the last copy, at an end without a signal
 _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Kubernetes' default
 _MARGIN_SECONDS = 10.0  # to end in, of that
 
@@ -93,7 +93,7 @@ def fetch_newer(
                 f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
                 f"choose another --run_name or --checkpoint_dir"
             )
-        warnings = [f"copy in the mirror passed over: {problem}" for problem in problems]
+        warnings = [f"copy in the mirror skipped: {problem}" for problem in problems]
         events = history.read_log(run_dir).of_kind("begin", "rewind", "checkpoint")
         for copy in copies:
             is_older = newest is not None and copy.step <= newest.step
@@ -102,7 +102,7 @@ def fetch_newer(
             try:
                 return _fetch(mirror, copy, run_dir), warnings
             except (CheckpointError, FileNotFoundError) as error:
-                warnings.append(f"copy in the mirror passed over: {copy.name}: {first_line(error)}")
+                warnings.append(f"copy in the mirror skipped: {copy.name}: {first_line(error)}")
     except ConfigError:
         raise
     except Exception as error:  # a file system's own
@@ -178,7 +178,7 @@ def check_mirror(run: MirroredRun, request: RunRequest) -> str | None:
     """
     mirror = connect(run.url, run.run_dir.name)
     try:
-        # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
+        # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
         is_resumed = request.resume is not None and catalog.has_checkpoints(run.run_dir)
         own = run_id(run.run_dir) if is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))

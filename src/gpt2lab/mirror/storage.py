@@ -401,7 +401,7 @@ class Mirror:
             about = json.loads(self.fs.cat_file(f"{place}/{_OF_RUN}", end=MAX_MANIFEST_BYTES))
             names = [one for one in about["files"] if is_file_name(one)]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return False  # nobody knows what is there
+            return False  # unknown: treated as not there
         # The manifest first, the list of names last: a torn deletion is an incomplete copy, to be deleted again.
         for file in (MANIFEST, *(set(names) - {MANIFEST, _OF_RUN}), _OF_RUN):
             with contextlib.suppress(FileNotFoundError):
@@ -486,7 +486,7 @@ class Mirror:
         return about
 
     def _restore_log(self, copy: Copy, staging: Path, run_dir: Path) -> None:
-        """Put the copy's log in place, unless the one there goes on from it."""
+        """Put the copy's log in place, unless the existing one continues it."""
         log, there = staging / METRICS, run_dir / METRICS
         packed = staging / _METRICS
         self._download(f"{self._root}/{copy.name}/{_METRICS}", packed, sys.maxsize, copy.step)

@@ -80,7 +80,7 @@ def choose(
 
 
 def for_changing_shapes() -> AbstractContextManager[None]:
-    """Keep attention within off cuDNN's kernel, which builds a plan for each new shape: generation has one a token."""
+    """Avoid cuDNN's kernel within the context: it builds a plan for each new shape, so for each new token."""
     return sdpa_kernel([backend for name, backend in _BACKENDS.items() if name != "cudnn"])
 
 

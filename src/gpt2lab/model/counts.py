@@ -1,12 +1,20 @@
-"""Sizes of a model in closed form: parameters, floating-point operations, bytes. No torch.
+"""Sizes of a model: in closed form (parameters, floating-point operations, bytes), and in the header of a weights file.
 
-The dry run, the planner, the MFU column and the trainer call these same functions.
+The dry run, the planner, the MFU column and the trainer call these same functions. No torch.
 """
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 from gpt2lab.config.schema import Config, ModelConfig, TuningConfig
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.files import is_count, open_regular, parse_json
+
+_MOST_BYTES = 100_000_000  # of a header, as in safetensors itself
+Shapes = dict[str, tuple[int, ...]]
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -117,3 +125,55 @@ def count_adapters(model: ModelConfig, config: TuningConfig) -> int:
         if any(is_target(f"blocks.{block}.{name}", target) for target in lora_targets(config))
     )
     return config.lora_r * total * model.n_embd
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Return {name: shape} of a safetensors file.
+
+    Raises: CheckpointError if it is not one, or ends before its last tensor.
+    """
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(length) if length <= _MOST_BYTES else b"")
+            size = file.seek(0, 2)
+        shapes = {name: _shape(one) for name, one in header.items() if name != "__metadata__"}
+        end = 8 + length + max(one["data_offsets"][1] for one in header.values() if "shape" in one)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged, or no safetensors ({error})") from error
+    if end != size:
+        raise CheckpointError(f"{path}: {size} bytes, but its header says {end}; copy it again")
+    return shapes
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    if not all(map(is_count, tensor["shape"])):
+        raise ValueError(f"shape {tensor['shape']!r:.60}")
+    return tuple(tensor["shape"])
+
+
+def check_shapes(path: Path, shapes: Shapes, model: ModelConfig, *, rows: int) -> None:
+    """Compare the sizes in a model's settings with the tensors of its file, by our names, before the model is built.
+
+    Building a model of ten million blocks would take minutes. `rows`: of the token embedding.
+
+    Raises: CheckpointError.
+    """
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    if len(blocks) != model.n_layer:
+        raise CheckpointError(
+            f"{path}: holds {len(blocks)} blocks, its settings say n_layer {model.n_layer}"
+        )
+    wanted = {"wte.weight": (rows, model.n_embd)}
+    if model.positions == "learned":
+        wanted["wpe.weight"] = (model.context_length, model.n_embd)
+    for name, shape in wanted.items():
+        if (found := shapes.get(name)) != shape:
+            raise CheckpointError(f"{path}: {name} is {found}, its settings mean {shape}")
+
+
+def count_values(shapes: Shapes) -> int:
+    """Count the values of all tensors."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -12,7 +12,7 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import OPTIONS, options_of
 from gpt2lab.errors import CheckpointError, DataError
 from gpt2lab.files import NAME, OBJECT, SIZE, JsonFile, is_file_name, one_of
-from gpt2lab.model.weights_header import Shapes, check_shapes, read_shapes
+from gpt2lab.model.counts import Shapes, check_shapes, read_shapes
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.tokenizers.opening import find_in
 

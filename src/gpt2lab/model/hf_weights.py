@@ -1,7 +1,7 @@
 """Hugging Face's weights, read and written without transformers: only this module knows their names and layout.
 
 GPT-2's are called transformer.h.0... and have transposed matrices. Those of our own model type are called
-model.blocks.0... and are ours as they stand.
+model.blocks.0... and are ours unchanged.
 """
 
 from __future__ import annotations

@@ -35,3 +35,11 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
     if optim.lr_schedule == "cosine":
         progress = 0.5 * (1.0 - math.cos(math.pi * progress))
     return optim.max_lr * (1.0 - progress) + min_lr * progress
+
+
+def describe_rates(optim: OptimConfig) -> str:
+    """Name the optimizers of a run with the peak and the final learning rate of each."""
+    if not optim.has_muon or optim.min_lr is None:
+        return f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
+    scale = muon_scale(optim)
+    return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"

@@ -123,7 +123,7 @@ class Trackio:
 
     def init(self, run: TrackedRun) -> None:
         """Begin or continue the run; its name holds the id, because trackio knows runs by name."""
-        # The library warns where it loses rows, and goes on. Its threads log nothing else.
+        # The library warns where it loses rows, and continues. Its threads log nothing else.
         self._lost: list[str] = []
         warnings.showwarning = lambda message, *_, **__: self._lost.append(str(message))
         import trackio

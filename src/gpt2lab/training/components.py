@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT

@@ -6,7 +6,8 @@ import math
 import time
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
@@ -77,7 +78,7 @@ class Evaluator:
         if not math.isfinite(result.val_loss):
             raise NonFiniteError(
                 f"step {state.step}: validation loss {result.val_loss}; nothing of this step was saved. "
-                f"Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+                f"Resume from a checkpoint {LOWER_RATE}"
             )
         state = state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)

@@ -1,27 +1,36 @@
-"""Bad updates: losses that are not finite, loss spikes, and what is done about them.
+"""Bad updates and bad ranks: losses that are not finite, loss spikes, slow ranks, weights that differ between ranks.
 
-The window of recent losses is part of the saved state, so a resumed run judges as the one that was never stopped.
+The window of recent losses is part of the saved state, so a resumed run decides as one that was never stopped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import socket
 import statistics
 
 import torch
+from torch import nn
 
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint import catalog, store
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.errors import NonFiniteError
+from gpt2lab.distributed.sharding import is_sharded
+from gpt2lab.errors import CheckpointError, DriftError, NonFiniteError
 from gpt2lab.optim.optimizers import can_reject_on_device
 from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.components import Components
+from gpt2lab.training.start import Start
 from gpt2lab.training.train_step import StepStats, is_finite
 
-FEWEST = 64  # before there are as many, nothing is a spike: a young run falls fast
+FEWEST = 64  # with fewer recent losses, nothing is a spike: the loss of a young run falls fast
 LIMIT = 6.0  # standard deviations
-LEAST_SPREAD = 1e-3  # of the mean: a flat curve is not a licence to call noise a spike
+LEAST_SPREAD = 1e-3  # of the mean: the noise of a flat curve is no spike
 
 
 def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
@@ -38,12 +47,12 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
 
 
 def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
-    """Tell whether a finite loss is a spike; what is not finite has its own rule."""
+    """Tell whether a finite loss is a spike; a loss that is not finite is handled apart."""
     z = z_score(loss, recent) if math.isfinite(loss) else None
     return z is not None and z > LIMIT
 
 
-MOST_NON_FINITE = 4  # in a row: one is an accident, four are a state
+MOST_NON_FINITE = 4  # in a row: one can be chance, four are not
 
 
 def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> bool:
@@ -55,7 +64,7 @@ def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> 
 def why_host_decides(
     config: Config, optimizers: list[torch.optim.Optimizer], runtime: Runtime
 ) -> str | None:
-    """Return why the loss must be read before the update is made; None if the device can do without.
+    """Return why the loss must be read before the update is made; None if the device can decide.
 
     The device then rejects an update that is not finite, and the host launches a step before it has read the loss of
     the one before, so that the device never waits for it.
@@ -93,5 +102,139 @@ def report_health(
         if count >= MOST_NON_FINITE:
             raise NonFiniteError(
                 f"step {step}: {count} updates in a row were not finite; the weights are as after step "
-                f"{step - count}. Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+                f"{step - count}. Resume from a checkpoint {LOWER_RATE}"
+            )
+
+
+# -- rewind ------------------------------------------------------------------------------------------------------------
+
+REWIND_STEPS = 100  # before the spike, where there is a checkpoint that old: later weights may be damaged already
+MOST_REWINDS = 10  # of one run: so many spikes have another cause than the data
+
+
+def rewind(
+    components: Components,
+    state: TrainState,
+    batch: GlobalBatch,
+    loss: float,
+    logger: MetricsLogger,
+) -> TrainState | None:
+    """Load an earlier checkpoint and continue after the batch that spiked; None if there is no checkpoint.
+
+    The skipped samples are recorded in the state, which alone says where the data continues: a run that is killed and
+    resumed, or repeated, skips the same ones. Source: Chowdhery et al. 2022 (PaLM), section 5.1.
+
+    Raises: NonFiniteError after too many; CheckpointError if the checkpoint does not load.
+    """
+    start, runtime = components.start, components.runtime
+    spike, jumped = state.step + 1, batch.first_sample + batch.samples
+    if sum(record["reason"] == "rewind" for record in state.skipped) >= MOST_REWINDS:
+        raise NonFiniteError(
+            f"step {spike}: the loss spiked again after {MOST_REWINDS} rewinds; "
+            f"resume from an earlier checkpoint {LOWER_RATE}"
+        )
+    chosen = runtime.on_rank_zero(lambda: _choose(start, spike))
+    if chosen is None:
+        return None
+    loaded, _ = runtime.on_all_ranks(
+        lambda: store.load(chosen.path, model=components.model, optimizers=components.optimizers)
+    )
+    record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
+    logger.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
+    logger.warn(
+        f"step {spike}: loss {loss:.4f} is a spike; returning to step {chosen.step} and "
+        f"skipping the {jumped - loaded.samples:,} windows up to it",
+        chosen.step,
+    )
+    if runtime.rank == 0:
+        catalog.supersede(start.run_dir, chosen.step)
+    return dataclasses.replace(
+        loaded,
+        samples=jumped,
+        train_seconds=state.train_seconds,
+        skipped=(*state.skipped, record),
+    )
+
+
+def _choose(start: Start, spike: int) -> CheckpointInfo | None:
+    """Return the newest intact checkpoint that is old enough, else the newest intact one."""
+    infos = [info for info in catalog.list_checkpoints(start.run_dir)[0] if info.step < spike]
+    old_enough = [info for info in infos if info.step <= spike - REWIND_STEPS]
+    for info in (*reversed(old_enough), *reversed(infos)):
+        try:
+            return catalog.open_checkpoint(info.path)
+        except CheckpointError:
+            continue
+    return None
+
+
+# -- ranks compared with each other ------------------------------------------------------------------------------------
+
+COMPARE_EVERY = 10  # steps
+SLOW_RATIO = 1.3  # of the slowest rank to the median
+SLOW_IN_A_ROW = 3  # comparisons: once is noise
+_LEAST_SECONDS = 0.02  # a step: a smaller difference is not reported
+
+
+class Stragglers:
+    """Adds up the work of each rank and names the slowest.
+
+    Full steps take equally long on all ranks, which wait for each other within a step. So the time that each rank
+    needs before its first communication in a step is compared.
+    """
+
+    def __init__(self, runtime: Runtime, logger: MetricsLogger) -> None:
+        self._runtime, self._logger = runtime, logger
+        self._work = self._wait = 0.0
+        self._suspect, self._times = -1, 0
+
+    def note(self, step: int, *, work_seconds: float, wait_seconds: float) -> None:
+        """Note one step: seconds until this rank was ready to meet the others, and those spent on data."""
+        if not self._runtime.is_distributed:
+            return
+        self._work, self._wait = self._work + work_seconds, self._wait + wait_seconds
+        if step % COMPARE_EVERY:
+            return
+        mine = (self._work / COMPARE_EVERY, self._wait / COMPARE_EVERY, socket.gethostname())
+        self._work = self._wait = 0.0
+        everyone = self._runtime.gather(mine)
+        totals = [work + wait for work, wait, _ in everyone]
+        slowest = max(range(len(totals)), key=totals.__getitem__)
+        median = statistics.median_low(totals)
+        is_slow = totals[slowest] > max(SLOW_RATIO * median, median + _LEAST_SECONDS)
+        self._times = self._times + 1 if is_slow and slowest == self._suspect else int(is_slow)
+        self._suspect = slowest if is_slow else -1
+        if self._times == SLOW_IN_A_ROW:
+            self._times = 0
+            _, wait, host = everyone[slowest]
+            self._logger.warn(
+                f"rank {slowest} on {host} is slow: {totals[slowest]:.3f} s of its own a step "
+                f"({wait:.3f} s waiting for data), the median rank {median:.3f} s; all wait for it",
+                step,
+            )
+
+
+def checksum(parameter: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits read as 32-bit integers, modulo 2**64: one flipped bit always changes it."""
+    bits = parameter.detach().float().contiguous().view(torch.int32)
+    return int(bits.sum(dtype=torch.int64))
+
+
+def check_drift(model: nn.Module, runtime: Runtime, step: int) -> None:
+    """Compare the checksum of every parameter that each rank holds a replica of; under fsdp there is none.
+
+    Replicas that once differ stay different, and no loss shows it.
+
+    Raises: DriftError on all ranks, naming the first parameter that differs and its checksums.
+    """
+    if not runtime.is_distributed:
+        return
+    copies = {name: p for name, p in model.named_parameters() if not is_sharded(p)}
+    everyone = runtime.gather([checksum(parameter) for parameter in copies.values()])
+    for name, sums in zip(copies, zip(*everyone, strict=True), strict=True):
+        if len(set(sums)) > 1:
+            sums_by_rank = ", ".join(f"rank {rank} {value:x}" for rank, value in enumerate(sums))
+            raise DriftError(
+                f"step {step}: ranks hold different weights, first in {name} (checksums {sums_by_rank}): a memory or "
+                f"communication fault; nothing was saved since, resume from the newest checkpoint on other hardware"
             )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gpt2lab import fmt
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
-from gpt2lab.config.schema import Config, OptimConfig
+from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import options_of
 from gpt2lab.model.counts import checkpoint_bytes, count_parameters, training_flops_per_token
-from gpt2lab.optim.schedule import muon_scale
+from gpt2lab.optim.schedule import describe_rates
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,6 @@ def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
     return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
 
 
-def _rates(optim: OptimConfig) -> str:
-    if not optim.has_muon or optim.min_lr is None:
-        return f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
-    scale = muon_scale(optim)
-    return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
-
-
 def describe_plan(plan: Plan, config: Config) -> str:
     """Write the plan as lines of text."""
     model, optim = config.model, config.optim
@@ -88,7 +81,7 @@ def describe_plan(plan: Plan, config: Config) -> str:
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
         (
             "learning rate",
-            f"{_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",
+            f"{describe_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",
         ),
         (
             "checkpoints",

@@ -17,17 +17,17 @@ from typing import Literal
 import torch
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.derived import check_fsdp_param_dtype
+from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.derived import SMALLER_MINI_BATCH, check_fsdp_param_dtype
 from gpt2lab.config.request import RunRequest
-from gpt2lab.distributed.compilation import use_cache_folder
+from gpt2lab.distributed.compilation import resolve_compile, use_cache_folder
 from gpt2lab.distributed.runtime import (
     Runtime,
     resolve_dtype,
     resolve_residual_dtype,
     use_fast_fp32_matmul,
 )
-from gpt2lab.distributed.strategy import Strategy, resolve_compile
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import (
     ConfigError,
     FolderLostError,
@@ -119,8 +119,7 @@ def pretrain(
         assert isinstance(cause, Exception)
         said = first_line(cause).rstrip(".")
         raise OutOfMemoryError(
-            f"out of memory: {said}. A lower --mini_batch_size needs less and changes no loss; "
-            f"--mini_batch_size auto finds one that fits, gpt2lab doctor with these flags shows what takes the memory"
+            f"out of memory: {said}. {SMALLER_MINI_BATCH}, gpt2lab doctor with these flags shows what takes the memory"
         ) from error
     finally:
         signals.close()
@@ -222,7 +221,7 @@ def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
         lambda: attention_backend.choose(
             config.system.attention,
             model,
-            micro_batch=config.batch.mini_batch_size,
+            micro_batch=start.plan.batch.micro_batch,
             masked=config.tuning.instructions is not None,
             autocast=Strategy(runtime, config.system).autocast,
         )
@@ -345,7 +344,7 @@ def _run_to_end(components: Components, around: _Surroundings) -> str | None:
     runtime.on_rank_zero(lambda: announce(components, around.folder, around.logger))
     components.strategy.warm_up_reducer(
         components.trained,
-        batch_size=config.batch.mini_batch_size,
+        batch_size=components.start.plan.batch.micro_batch,
         context_length=config.model.context_length,
     )
     session = _open_session(components, around)

@@ -124,7 +124,7 @@ class Pretraining:
                 start.val_orders,
                 config.model,
                 val_tokens=config.eval.val_tokens,
-                batch_size=config.batch.mini_batch_size,
+                batch_size=start.plan.batch.micro_batch,
                 strategy=strategy,
                 runtime=runtime,
             ),

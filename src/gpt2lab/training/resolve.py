@@ -15,10 +15,16 @@ from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, disk_budget
-from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
+from gpt2lab.config.derived import check_fsdp_param_dtype, fit_mini_batch
 from gpt2lab.config.mixture import read_sources
-from gpt2lab.config.request import RunRequest, chosen_in, fill_in, follow_peak
-from gpt2lab.config.resume_policy import find_changes, reject_changes
+from gpt2lab.config.request import (
+    RunRequest,
+    chosen_in,
+    fill_in,
+    find_changes,
+    follow_peak,
+    reject_changes,
+)
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
 from gpt2lab.data.mixture import (
@@ -259,8 +265,8 @@ def plan_steps(
         )
         if decided:
             lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}
-            config = override(config, lengths | decided)
-            plan, notes = plan_of(config), () if "mini_batch_size" in decided else notes
+            fitted, config = config.batch, override(config, lengths | decided)
+            plan, notes = plan_of(config), notes if config.batch == fitted else ()
     return Steps(fill_in(config, plan.max_steps), plan, data, order, notes)
 
 
@@ -299,18 +305,11 @@ def _fit_mini_batch(
 
     Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
     """
-    batch, T = config.batch, config.model.context_length
-    is_open = "mini_batch_size" in request.open_settings
-    typed = {"mini_batch_size", "total_batch_size"} & request.typed and not is_open
-    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
-    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
+    if request.fixes_mini_batch or config.model.dropout > 0:
         return config, ()
-    fitting = max(mini_batch_sizes(share, at_most=batch.mini_batch_size))
-    note = (
-        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
-        f"{world_size} ranks share {share * world_size} sequences a step"
-    )
-    return override(config, {"mini_batch_size": fitting}), (note,)
+    T = config.model.context_length
+    batch, note = fit_mini_batch(config.batch, context_length=T, world_size=world_size)
+    return dataclasses.replace(config, batch=batch), () if note is None else (note,)
 
 
 # -- check -----------------------------------------------------------------------------------------------------------

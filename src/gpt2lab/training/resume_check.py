@@ -16,7 +16,7 @@ import torch
 
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.manifest import read_manifest, verify
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.settings import policy_of, record
 from gpt2lab.data.loader import Loader
 from gpt2lab.distributed.processor import cpu_name

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import is_due
-from gpt2lab.config.resume_policy import describe_change
+from gpt2lab.config.request import describe_change
 from gpt2lab.config.settings import record
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import Mixture

@@ -20,8 +20,9 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import Draft, folder_name
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
+from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import (
     CheckpointError,
     FolderLostError,
@@ -342,7 +343,7 @@ class Saver:
         if not content.is_finite:
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "
-                f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+                f"resume from a checkpoint {LOWER_RATE}"
             )
         if (problem := self._make_room() or self.logger.flush()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
+from gpt2lab.checkpoint.store import NOT_FINITE, TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.health import accepts, is_spike, report_health
-from gpt2lab.training.ranks import Stragglers
-from gpt2lab.training.rewind import rewind
+from gpt2lab.training.health import Stragglers, accepts, is_spike, report_health, rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start

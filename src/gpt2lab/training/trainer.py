@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.errors import (
@@ -20,7 +20,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.evaluator import Evaluator
-from gpt2lab.training.ranks import check_drift
+from gpt2lab.training.health import check_drift
 from gpt2lab.training.save_policy import SavePolicy
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline

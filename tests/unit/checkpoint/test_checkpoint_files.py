@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
-from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.commands import dry_run
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
@@ -129,7 +129,7 @@ def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(run, monkeypat
     [warning] = [e for e in run.events("warning") if "not saved" in e["message"]]
     assert "step 4" in warning["message"]
     assert "1 kB free on its disk" in warning["message"]
-    assert "training goes on" in warning["message"]
+    assert "training continues" in warning["message"]
 
 
 class FullDisk(FileIO):

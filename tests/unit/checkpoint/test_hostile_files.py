@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
-from gpt2lab.model.weights_header import read_shapes
+from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
 from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.runs.target import find_target

@@ -23,7 +23,7 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
-from gpt2lab.training.trainer import Trainer
+from gpt2lab.training.steps import StepPipeline
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
@@ -278,17 +278,17 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypa
 
 def test_a_stop_allows_for_a_save_in_flight_and_its_own(run, monkeypatch):
     """From the end of the first save on, and from the first step of a resume; a slow last save is no hang."""
-    margins, limits, plain = {}, {}, Trainer.finish
+    margins, limits, plain = {}, {}, StepPipeline.finish
 
-    def finish(self: Trainer) -> bool:
+    def finish(self: StepPipeline) -> bool:
         while self.saver.is_writing():
             time.sleep(0.01)
-        went_on = plain(self)
+        continues = plain(self)
         margins[self.state.step] = self.control.margin_seconds
-        limits[self.state.step] = self.heartbeat.limit_seconds("saving")
-        return went_on
+        limits[self.state.step] = self.control._heartbeat.limit_seconds("saving")
+        return continues
 
-    monkeypatch.setattr(Trainer, "finish", finish)
+    monkeypatch.setattr(StepPipeline, "finish", finish)
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@*")
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=7")
     run.train(*flags, "--hang_seconds=0", "--stop_after_steps=6")

@@ -133,11 +133,11 @@ def test_names_are_as_short_as_may_be() -> None:
         ),
         "limit of nothing": (
             ["--data_dir", "a", "--max_source_epochs", "0"],
-            ("max_source_epochs 0: not a number of passes above 0",),
+            ("max_source_epochs 0: not a number of epochs above 0",),
         ),
         "limit of nobody": (
             ["--data_dir", "a:1", "b:1", "--max_source_epochs", "c:2"],
-            ("max_source_epochs c:2: no source c; there is a, b",),
+            ("max_source_epochs c:2: no source c; the sources are a, b",),
         ),
     }.values(),
 )

@@ -15,8 +15,9 @@ from torch._inductor import config as inductor_config
 
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
+from gpt2lab.distributed.compilation import resolve_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype
-from gpt2lab.distributed.strategy import Strategy, resolve_compile
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
 from gpt2lab.model.gpt import GPT, build_model

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import launch
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.distributed.strategy import Strategy, apply_activation_checkpointing
 from gpt2lab.errors import ConfigError
-from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.training.resolve import resolve

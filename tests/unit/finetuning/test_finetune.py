@@ -16,12 +16,12 @@ from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import ActivationCheckpointing, Config, TuningConfig
 from gpt2lab.config.settings import override
+from gpt2lab.distributed.strategy import apply_activation_checkpointing
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning import conversations
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.packed import PackedGPT, RowLoader, hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, choose_held_out, open_instructions
-from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses

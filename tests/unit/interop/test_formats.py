@@ -192,7 +192,7 @@ def _swap_two_sequences(folder: Path) -> None:
 
 LLMC, DS, MEG = "fineweb_train_000002.bin", "3_shuffled.ds", "train_text_document.idx"
 CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "llm.c cut in its ids": ("llm.c", cut(LLMC, 2), f"{LLMC}: .* its header promises .*truncated"),
+    "llm.c cut in its ids": ("llm.c", cut(LLMC, 2), f"{LLMC}: .* its header says .*truncated"),
     "llm.c cut in its header": ("llm.c", write(LLMC, struct.pack("<iii", 20240520, 1, 9)), "alone"),
     "llm.c too long": ("llm.c", extend(LLMC), f"{LLMC}: .* promises"),
     "llm.c of another version": ("llm.c", patch(LLMC, 4, struct.pack("<i", 2)), "version 2 of"),
@@ -258,7 +258,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "give --dtype uint16 or uint32",
     ),
     "Megatron cut": ("Megatron", cut("train_text_document.bin", 2), "promises"),
-    "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header promises"),
+    "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header says"),
     "Megatron index cut in its header": ("Megatron", write(MEG, b"MMIDIDX\0\0\1"), "truncated"),
     "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK"), "does not begin with"),
     "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0"), "before MMIDIDX"),
@@ -492,7 +492,7 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
     assert verify(out) == []
     # Where the files lie is no property of the data.
     os.rename(source, tmp_path / "moved")
-    with pytest.raises(DataError, match=r'mounted, which is not there; .*correct "folder"'):
+    with pytest.raises(DataError, match=r'mounted, which does not exist; .*correct "folder"'):
         open_data(out, vocab_size=50304)
     path = out / "shards.json"
     path.write_text(path.read_text().replace(str(source), str(tmp_path / "moved")))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gpt2lab.model.linear import Linear, SumsBiasByRow
+from gpt2lab.model.gpt import Linear, SumsBiasByRow
 
 
 def gradients(form: object, dtype: torch.dtype, *, trains_weight: bool) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
-from gpt2lab.config.settings import find_problems, options_of, override
+from gpt2lab.config.settings import find_problems, options_of, override, read_settings
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.resolve import resolve
@@ -179,6 +179,6 @@ def test_settings_saved_before_there_were_options_mean_gpt2(run):
     assert json.loads((run / "config.json").read_text())["positions"] == "rotary"
     for name in [*OPTIONS, "optimizer", "muon_lr", "chosen"]:
         del saved[name]
-    config = override(Config(), saved)
+    config = read_settings(saved)
     assert options_of(config.model) == ""
     assert config.optim.optimizer == "adamw"

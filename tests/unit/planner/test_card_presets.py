@@ -50,7 +50,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
     assert after["activation_checkpointing"] == "none", "these leave room on every card"
     assert start.plan.batch.tokens == plain.plan.batch.tokens == 524_288
     said = capsys.readouterr().err
-    assert f"--preset {name}: mini_batch_size {start.plan.batch.mini_batch_size}," in said
+    assert f"--preset {name}: mini_batch_size {start.plan.batch.micro_batch}," in said
     assert "tokens/s" in said
     card = hardware.load().gpu(name.partition("x")[2])
     job = job_of(start)
@@ -58,7 +58,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
     assert need.fits
     largest = need.largest_micro_batch
     assert largest is not None
-    assert start.plan.batch.mini_batch_size == min(largest, auto.PRESET_MAX_BATCH)
+    assert start.plan.batch.micro_batch == min(largest, auto.PRESET_MAX_BATCH)
 
 
 def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
@@ -76,7 +76,7 @@ def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
 
 def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
     start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
-    assert start.plan.batch.mini_batch_size == 32
+    assert start.plan.batch.micro_batch == 32
     said = capsys.readouterr().err
     assert "warning: mini_batch_size 32 does not fit RTX-4090; the largest that does is 16" in said
     with pytest.raises(ConfigError, match="not a multiple"):
@@ -85,7 +85,7 @@ def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
 
 def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
     start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
-    assert (start.plan.batch.mini_batch_size, start.plan.batch.accumulation) == (24, 1)
+    assert (start.plan.batch.micro_batch, start.plan.batch.accumulation) == (24, 1)
 
 
 @pytest.mark.parametrize(

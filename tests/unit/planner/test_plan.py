@@ -21,7 +21,7 @@ def test_the_batch_is_world_times_accumulation_times_micro_batch(total, world):
     batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
     plan = plan_batches(batch, context_length=4, world_size=world)
     assert plan == BatchPlan(total // 4, 3, total // (4 * 3 * world), world, 4)
-    assert plan.samples == plan.world_size * plan.accumulation * plan.mini_batch_size
+    assert plan.samples == plan.world_size * plan.accumulation * plan.micro_batch
     assert plan.tokens == total
 
 

@@ -14,13 +14,13 @@ import torch
 
 import gpt2lab.training.steps
 import launch
-from gpt2lab.checkpoint import state as state_module
-from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
+from gpt2lab.checkpoint import store as state_module
+from gpt2lab.checkpoint.store import NOT_FINITE, TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DriftError, NonFiniteError
 from gpt2lab.files import JsonFile
 from gpt2lab.model.gpt import GPT
-from gpt2lab.training import health, ranks, rewind
+from gpt2lab.training import health
 from whole_run import Run
 
 S = 8  # windows a step
@@ -54,7 +54,7 @@ def soon(monkeypatch) -> None:
     """Judge by few losses, so that a short run has health."""
     monkeypatch.setattr(health, "FEWEST", 4)
     monkeypatch.setattr(state_module, "WINDOW", 8)
-    monkeypatch.setattr(rewind, "BACK", 3)
+    monkeypatch.setattr(health, "REWIND_STEPS", 3)
 
 
 def hashes(run: Run, step: int) -> tuple[str, str]:
@@ -199,19 +199,19 @@ def test_states_of_before_the_guards_still_load():
 @pytest.mark.parametrize("bit", [0, 13, 31])
 def test_one_flipped_bit_changes_a_checksum(bit):
     values = torch.randn(33, 7)
-    before = ranks.checksum(values)
+    before = health.checksum(values)
     bits = values.view(torch.int32)
     bits[17, 3] ^= torch.tensor(-(2**31) if bit == 31 else 2**bit, dtype=torch.int32)
-    assert ranks.checksum(values) != before
+    assert health.checksum(values) != before
 
 
 def test_drift_names_the_parameter_and_the_processes(monkeypatch):
     model, runtime = torch.nn.Linear(2, 2), Runtime()
-    ranks.check_drift(model, runtime, 7)
+    health.check_drift(model, runtime, 7)
     runtime.is_distributed = True
     monkeypatch.setattr(runtime, "gather", lambda sums: [sums, [sums[0], sums[1] + 1]])
     with pytest.raises(DriftError, match=r"step 7: .*first in bias .*rank 1") as caught:
-        ranks.check_drift(model, runtime, 7)
+        health.check_drift(model, runtime, 7)
     assert caught.value.exit_code == 1
 
 
