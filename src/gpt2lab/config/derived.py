@@ -91,6 +91,19 @@ def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]
     return [size for size in range(1, limit + 1) if sequences % size == 0]
 
 
+def fitting_mini_batch(
+    batch: BatchConfig, *, context_length: int, world_size: int
+) -> tuple[int, int | None]:
+    """Return the sequences of one rank in a step, and the largest mini batch up to the setting that divides them.
+
+    None: the ranks cannot share a step's sequences evenly.
+    """
+    share, rest = divmod(batch.total_batch_size, context_length * world_size)
+    if rest:
+        return share, None
+    return share, mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
+
+
 def count_steps(
     length: LengthConfig, batch: BatchConfig, *, context_length: int, windows_per_epoch: int
 ) -> int:

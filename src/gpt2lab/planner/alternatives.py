@@ -12,12 +12,12 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
-from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
 from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
+from gpt2lab.planner.request import LENGTHS, Comparison, LrRule, Predictor
 
 _CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -33,7 +33,7 @@ def scaling(
 
     Raises: ConfigError if --scaling is not a list of numbers.
     """
-    ask, job = predictor.ask, found.job
+    request, job = predictor.request, found.job
     if predictor.gpu is None:
         return []
     if not re.fullmatch(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", world_sizes):
@@ -41,7 +41,7 @@ def scaling(
     counts = sorted({*map(int, world_sizes.split(",")), job.world_size})
     rows, one = [], None
     for count in counts:
-        nodes = ask.nodes if count == job.world_size else 1
+        nodes = request.nodes if count == job.world_size else 1
         try:
             on = named(
                 predictor.gpu,
@@ -49,7 +49,7 @@ def scaling(
                 gpus=count,
                 compiled=job.compiled,
                 nodes=nodes,
-                interconnect=ask.interconnect if nodes > 1 or ask.nodes == 1 else None,
+                interconnect=request.interconnect if nodes > 1 or request.nodes == 1 else None,
             )
             there = predictor.predict(job.with_world_size(count), profile, on=on)
         except ConfigError:
@@ -139,19 +139,23 @@ def _rows(
 
     Models and profiles train on as many tokens as fit the window, unless the length was asked for.
     """
-    ask, known, all_profiles = predictor.ask, predictor.hardware, profiles(predictor.hardware)
+    request, known, all_profiles = (
+        predictor.request,
+        predictor.hardware,
+        profiles(predictor.hardware),
+    )
     others: dict[str, dict[str, Any]]
     if what == "gpus":
-        others = {gpu: {"gpu": gpu, "gpus": ask.gpus or 1} for gpu in known.gpus}
+        others = {gpu: {"gpu": gpu, "gpus": request.gpus or 1} for gpu in known.gpus}
     elif what == "models":
         others = {model: {"model": model} for model in MODELS}
     else:
         others = {name: {"profile": name} for name in all_profiles}
-    given = any(getattr(ask, length) is not None for length in LENGTHS)
+    given = any(getattr(request, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
     rows, errors = [], []
     for name, other in others.items():
-        there = Predictor(dataclasses.replace(ask, **other), known)
+        there = Predictor(dataclasses.replace(request, **other), known)
         one = all_profiles[name] if what == "profiles" else profile
         try:
             found = fit_memory(there, there.job(one), one)
@@ -215,7 +219,7 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
     if fewer:
         what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
     text.append(f"fewer tokens     {what}")
-    if profile.name != "fast" and predictor.ask.context_length is None:
+    if profile.name != "fast" and predictor.request.context_length is None:
         fast = find_profile("fast", predictor.hardware)
         config = fast.applied(job.config, typed=())
         quick = dataclasses.replace(job, config=fit_mini_batch(config, job.world_size, typed=False))

@@ -29,7 +29,7 @@ from gpt2lab.planner.estimate import (
 )
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import DetectedHardware, look, named, total_memory
+from gpt2lab.planner.machine import DetectedHardware, detect_hardware, named, total_memory
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
@@ -55,21 +55,23 @@ class OpenSettings:
 
 def free_memory(system: SystemConfig) -> float | None:
     """Return the bytes that this rank could use, None where unknown."""
-    return _look(system).free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return detect_hardware(device=system.device).free_memory(
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
 
 
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
     """Return what a rank of a run needs, compared with what is free on this machine."""
-    seen = _look(config.system)
-    job = job_on(seen, config, plan, train_tokens)
+    detected = detect_hardware(device=config.system.device)
+    job = job_on(detected, config, plan, train_tokens)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))
     return device_memory(
         job,
         hardware.load(),
         MEMORY_TARGET,
-        is_cpu=seen.is_cpu,
+        is_cpu=detected.is_cpu,
         # Of offloaded weights nobody has counted what a GPU holds: at most what it holds of others.
-        available=None if config.system.fsdp_offload else seen.free_memory(ranks),
+        available=None if config.system.fsdp_offload else detected.free_memory(ranks),
     )
 
 
@@ -104,15 +106,15 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
         )
 
 
-def job_on(seen: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
+def job_on(detected: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
     """Return the job of a start of the trainer on this machine."""
     dtype = config.system.dtype
     return Job.of_run(
         config,
         plan,
         train_tokens=train_tokens,
-        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and seen.native_bf16) else "fp32",
-        compiled=compiles(config.system, on_gpu=not seen.is_cpu, max_steps=plan.max_steps),
+        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and detected.native_bf16) else "fp32",
+        compiled=compiles(config.system, on_gpu=not detected.is_cpu, max_steps=plan.max_steps),
     )
 
 
@@ -143,8 +145,8 @@ def choose_settings(
         )
         chosen |= _preset_settings(wanted.preset, wanted, job)
     if wanted.find_mini_batch or wanted.fit_schedule:
-        seen = _look(config.system)
-        here = job_on(seen, config, plan, train_tokens)
+        detected = detect_hardware(device=config.system.device)
+        here = job_on(detected, config, plan, train_tokens)
         if wanted.find_mini_batch:
             found = measuring.find_batch_size(
                 here,
@@ -152,24 +154,20 @@ def choose_settings(
                 max_batch=MAX_BATCH,
                 memory_bytes=min((some for some in memory if some is not None), default=None),
                 target=MEMORY_TARGET,
-                on_gpu=not seen.is_cpu,
+                on_gpu=not detected.is_cpu,
             )
             chosen["mini_batch_size"] = int(found["mini_batch_size"])
         if wanted.fit_schedule:
-            chosen["max_steps"] = _steps_in_window(here, seen, run_dir.parent)
+            chosen["max_steps"] = _steps_in_window(here, detected, run_dir.parent)
     return chosen
 
 
-def _look(system: SystemConfig) -> DetectedHardware:
-    return DetectedHardware(()) if system.device == "cpu" else look()
-
-
-def _steps_in_window(job: Job, seen: DetectedHardware, checkpoint_dir: Path) -> int:
+def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:
     hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
     known = hardware.load()
-    on, ratios = calibration.this_machine(seen, known, calibration.read(checkpoint_dir), job)
+    on, ratios = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
@@ -254,11 +252,11 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:
-    seen = look().gpus
-    if not seen:
+    detected = detect_hardware().gpus
+    if not detected:
         say(f"warning: --preset {name}, but this machine shows no GPU")
-    elif known.recognise(seen[0].name) != gpu:
+    elif known.recognise(detected[0].name) != gpu:
         say(
-            f"warning: --preset {name} is for {gpu.name}, and this machine has {seen[0].name}; "
+            f"warning: --preset {name} is for {gpu.name}, and this machine has {detected[0].name}; "
             f"--mini_batch_size auto finds what fits"
         )

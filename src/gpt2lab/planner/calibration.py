@@ -192,7 +192,7 @@ def _measured(record: Mapping[str, Any]) -> Measured:
 
 
 def this_machine(
-    seen: DetectedHardware,
+    detected: DetectedHardware,
     hardware: Hardware,
     records: Sequence[Mapping[str, Any]],
     job: Job,
@@ -206,16 +206,18 @@ def this_machine(
 
     Raises: NoSourceError for a GPU that neither hardware.json nor a run knows.
     """
-    on_cpu, world_size = seen.is_cpu and device is None, job.world_size
+    on_cpu, world_size = detected.is_cpu and device is None, job.world_size
     if on_cpu:
         name, gpu = processor.cpu_name(), None
         available = machine.available_memory()
         memory = available / world_size if available else None
         title = f"this machine's CPU, {processor.cores()} cores"
     else:
-        name = device or seen.gpus[0].name
+        name = device or detected.gpus[0].name
         gpu = hardware.recognise(name)
-        memory = seen.gpus[0].memory_free if seen.gpus else (gpu.memory_bytes if gpu else None)
+        memory = (
+            detected.gpus[0].memory_free if detected.gpus else (gpu.memory_bytes if gpu else None)
+        )
         title = name if world_size == 1 else f"{world_size} x {name}"
     used = (threads or _threads(world_size)) if on_cpu else None
     kind = Kind(name, world_size, used, job.dtype, job.compiled, job.parallel)
@@ -223,7 +225,7 @@ def this_machine(
     if on_cpu:
         cores = min(used or 1, processor.cores())
         speed = cores * machine.core_flops()
-        prior = timing.processor(speed, hardware, bf16=job.dtype == "bf16" and seen.native_bf16)
+        prior = timing.processor(speed, hardware, bf16=job.dtype == "bf16" and detected.native_bf16)
         note = (
             f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
         )

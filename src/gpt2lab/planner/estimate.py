@@ -61,13 +61,9 @@ def estimate(
     *,
     ratios: Mapping[str, float] | None = None,
     price: float | None = None,
-    kwh: float | None = None,
     memory_target: float = MEMORY_TARGET,
 ) -> Estimate:
-    """Predict a job on a machine.
-
-    `price`: US dollars for one GPU-hour instead of the list's; `kwh`: for owned hardware, the price of a kilowatt-hour.
-    """
+    """Predict a job on a machine; `price`: US dollars for one GPU-hour instead of the listed price."""
     step, sigma, unhidden = step_time(job, machine)
     costs = event_costs(job, machine, hardware, ratios=ratios)
     breakdown = {
@@ -92,7 +88,7 @@ def estimate(
         costs=costs,
         breakdown=breakdown,
         seconds=seconds,
-        cost=cost_of_run(machine, seconds, price=price, kwh=kwh),
+        cost=cost_of_run(machine, seconds, price=price),
         loss=loss_of(job) if job.is_gpt2 else None,
         mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world_size),
     )
@@ -252,7 +248,7 @@ class Cost:
     price_per_gpu_hour: float
     source: str
     date: str | None
-    kwh: float | None  # energy, where the cards' power is known
+    energy_kwh: float | None  # where the cards' power is known
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price is older than half a year."""
@@ -262,19 +258,13 @@ class Cost:
         return (today - datetime.date(*([*parts, 1, 1])[:3])).days > _OLD_AFTER_DAYS
 
 
-def cost_of_run(
-    machine: Machine, seconds: Interval, *, price: float | None, kwh: float | None
-) -> Cost | None:
-    """Return the cost of a run, or None where there is no price. `kwh`: own hardware, pay for power alone."""
+def cost_of_run(machine: Machine, seconds: Interval, *, price: float | None) -> Cost | None:
+    """Return the cost of a run, or None where there is no price."""
     gpu = machine.gpu
     energy = None
     if gpu is not None and gpu.watts is not None:
         energy = gpu.watts * machine.world_size * seconds.value / 3.6e6
-    if kwh is not None:
-        if gpu is None or gpu.watts is None:
-            return None
-        hourly, source, date = gpu.watts / 1000 * kwh, f"power at ${kwh:g} a kWh", None
-    elif price is not None:
+    if price is not None:
         hourly, source, date = price, "--price", None
     elif gpu is not None and gpu.usd_per_hour is not None:
         hourly, source, date = gpu.usd_per_hour, gpu.price_source or "", gpu.price_date

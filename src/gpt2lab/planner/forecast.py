@@ -18,7 +18,7 @@ from gpt2lab.files import replace_durably
 from gpt2lab.planner import calibration, hardware, reports
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import DetectedHardware, look
+from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log, read_json
 
@@ -48,7 +48,7 @@ def write_forecast(
     try:
         known = hardware.load()
         machine, ratios = calibration.this_machine(
-            look() if on_gpu else DetectedHardware(()),
+            detect_hardware(device="auto" if on_gpu else "cpu"),
             known,
             calibration.read(run_dir.parent),
             job,

@@ -10,6 +10,7 @@ from typing import Any
 from gpt2lab.config.derived import (
     compiles_by_region,
     count_due,
+    fitting_mini_batch,
     frequencies,
     mini_batch_sizes,
 )
@@ -222,19 +223,18 @@ class Job:
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
-    """Return the settings with a mini batch that `world_size` ranks can share, lowered only if nobody typed it.
+    """Return the settings with a mini batch that divides the share of each rank; a typed one is not lowered.
 
-    Raises: ConfigError if the batch does not divide.
+    Raises: ConfigError if the ranks cannot share the batch, or a typed mini batch does not divide their share.
     """
     batch, T = config.batch, config.model.context_length
-    share, rest = divmod(batch.total_batch_size, T * world_size)
-    if rest or share == 0:
+    share, size = fitting_mini_batch(batch, context_length=T, world_size=world_size)
+    if size is None:
         nearest = max(1, round(batch.total_batch_size / (T * world_size))) * T * world_size
         raise ConfigError(
             f"total_batch_size {batch.total_batch_size} is not a multiple of context_length x world size = "
             f"{T} x {world_size}; nearest: {nearest}"
         )
-    size = mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
     if typed and size != batch.mini_batch_size:
         raise ConfigError(
             f"mini_batch_size {batch.mini_batch_size} does not divide the {share} sequences of a rank in a step; "

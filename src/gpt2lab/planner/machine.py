@@ -1,4 +1,4 @@
-"""What a run trains on: this machine as it can be seen without torch, its load, or a machine that is only named."""
+"""What a run trains on: this machine as detected without torch, and its load; or a card by its name."""
 
 from __future__ import annotations
 
@@ -87,11 +87,13 @@ _QUERY = (
 )
 
 
-def look() -> DetectedHardware:
-    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process.
+def detect_hardware(*, device: str = "auto") -> DetectedHardware:
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process; none if `device` is cpu.
 
-    It sees none where there is no driver or no answer in five seconds.
+    There are none without a driver, or without an answer in five seconds.
     """
+    if device == "cpu":
+        return DetectedHardware(())
     text = smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     found: dict[str, GpuState] = {}  # by UUID
     for line in text.splitlines():

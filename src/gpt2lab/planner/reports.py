@@ -163,7 +163,7 @@ def _money(estimate: Estimate) -> list[str]:
     if cost is None:
         return []
     dated = f", {cost.date}; --price changes it" if cost.date else ""
-    energy = f"; about {cost.kwh:,.0f} kWh" if cost.kwh else ""
+    energy = f"; about {cost.energy_kwh:,.0f} kWh" if cost.energy_kwh else ""
     bounds = f"{dollars(cost.usd.low)} ... {dollars(cost.usd.high)}"
     note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}){energy}"
     return [_row("cost", dollars(cost.usd.value), bounds, note)]
@@ -292,7 +292,7 @@ def as_json(
             "price_per_gpu_hour": cost.price_per_gpu_hour,
             "price_source": cost.source,
             "price_date": cost.date,
-            "kwh": cost.kwh,
+            "kwh": cost.energy_kwh,
         },
         "loss": None
         if estimate.loss is None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, disk_budget
-from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
+from gpt2lab.config.derived import check_fsdp_param_dtype, fitting_mini_batch
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import RunRequest, chosen_in, fill_in, follow_peak
 from gpt2lab.config.resume_policy import find_changes, reject_changes
@@ -302,10 +302,9 @@ def _fit_mini_batch(
     batch, T = config.batch, config.model.context_length
     is_open = "mini_batch_size" in request.open_settings
     typed = {"mini_batch_size", "total_batch_size"} & request.typed and not is_open
-    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
-    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
+    share, fitting = fitting_mini_batch(batch, context_length=T, world_size=world_size)
+    if typed or config.model.dropout > 0 or fitting in (None, batch.mini_batch_size):
         return config, ()
-    fitting = max(mini_batch_sizes(share, at_most=batch.mini_batch_size))
     note = (
         f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
         f"{world_size} ranks share {share * world_size} sequences a step"

@@ -14,12 +14,12 @@ from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
-from gpt2lab.planner import ask, calibration, hardware, measuring, timing
-from gpt2lab.planner.ask import EstimateRequest, Predictor
+from gpt2lab.planner import calibration, hardware, measuring, request, timing
 from gpt2lab.planner.calibration import Kind, this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
+from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 from gpt2lab.runs.history import Log
 
@@ -179,7 +179,7 @@ def test_an_unknown_gpu_is_measured_never_guessed():
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
-    monkeypatch.setattr(ask, "look", lambda: DetectedHardware((card,)))
+    monkeypatch.setattr(request, "detect_hardware", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
     config = preset("gpt2-nano")
