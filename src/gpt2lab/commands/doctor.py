@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         facts |= {"gpus": [_as_json(gpu) for gpu in gpus], "topology": _topology(gpus) or None}
         facts = _without_names(facts)
         if needs is not None:
-            facts["memory"] = reports.as_json(needs[0], profile_name=needs[1], window=None)
+            facts["memory"] = reports.estimate_as_json(needs[0], profile_name=needs[1], window=None)
         print(json.dumps(facts, allow_nan=False))
     else:
         _print_facts(_without_names(facts))

@@ -73,7 +73,11 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
             run_dir = find_run(request.run_name, checkpoint_dir=request.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), remaining.estimate_remaining(run_dir)
-            return remaining.as_json(left, now), remaining.describe(left, now), 0
+            return (
+                remaining.remaining_as_json(left, now),
+                remaining.describe_remaining(left, now),
+                0,
+            )
     if request.compare is None:
         return _describe_job(request, known)
     profile, window = hardware.find_profile(request.profile, known), window_of(request, time.time())
@@ -124,7 +128,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         for share in remaining.MILESTONES
         if (at := round(share * job.max_steps)) > 0
     ]
-    document = reports.as_json(
+    document = reports.estimate_as_json(
         found,
         profile_name=profile.name,
         window=window,
@@ -134,7 +138,9 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     )
     document |= {"data_advice": advice, "batch_search": batch_search}
     document["learning_rate"] = alternatives.learning_rates(job.config)
-    text = reports.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
+    text = reports.describe_estimate(
+        found, now=begins, window=window, extra=extra, warnings=warnings
+    )
     does_not_fit = judged in ("borderline", "does_not_fit") or too_large
     return document, text, DOES_NOT_FIT if does_not_fit else 0
 

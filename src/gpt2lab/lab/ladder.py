@@ -36,8 +36,7 @@ from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import detect_hardware
-from gpt2lab.planner.scaling_law import Rung, require_enough
-from gpt2lab.planner.scaling_law import fit as fit_law
+from gpt2lab.planner.scaling_law import Rung, fit_law, require_enough
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.folder import holder_of
@@ -342,7 +341,7 @@ def ladder_results(family: Family, out: Path) -> dict[str, Any]:
     if prediction is not None and family.top is not None:
         scored = _score(family, out, prediction)
     rates = _rates(family, out, found)
-    document = ladder.as_json(
+    document = ladder.ladder_as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     with system_errors_as(SaveError, out, fix="choose another --out"):

@@ -96,7 +96,7 @@ def describe_comparison(
     """
     rows = _rows(predictor, profile, what, window)
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
-    document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
+    document = reports.blank_report() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
     document["profile_name"] = profile.name
     document["model"] = rows[0]["model_counts"] if what == "gpus" else None

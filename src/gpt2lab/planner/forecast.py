@@ -56,7 +56,9 @@ def write_forecast(
             threads=environment["threads"],
         )
         found = estimate(job, machine, known, ratios=ratios)
-        document = reports.as_json(found, profile_name=hardware.DEFAULT_PROFILE, window=None)
+        document = reports.estimate_as_json(
+            found, profile_name=hardware.DEFAULT_PROFILE, window=None
+        )
         if from_pretrained:
             document["loss"] = None
         replace_durably(path, json.dumps(document, indent=1) + "\n")
@@ -147,7 +149,7 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
         }
         for source, runs in by_source.items()
     ]
-    document = reports.blank() | {"accuracy": {"summary": summary, "runs": rows}}
+    document = reports.blank_report() | {"accuracy": {"summary": summary, "runs": rows}}
     if not rows:
         none = (
             f"no finished run with a forecast in {checkpoint_dir}; a run writes one when it starts"

@@ -31,7 +31,7 @@ from gpt2lab.files import (
     replace_durably,
 )
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit
+from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit_law
 from gpt2lab.training.progress import Interval
 
 FILE, PREDICTION = "ladder.json", "prediction.json"
@@ -121,7 +121,7 @@ def read_ladder(folder: Path) -> Ladder:
     for row in found["rungs"]:
         file.check(row, _RUNG, where="rungs: ")
     rungs = [Rung(row["parameters"], row["tokens"], tuple(row["losses"])) for row in found["rungs"]]
-    return Ladder(found["name"], found["settings"], fit(rungs))
+    return Ladder(found["name"], found["settings"], fit_law(rungs))
 
 
 def find_ladder(name: str, checkpoint_dir: Path) -> Ladder:
@@ -201,7 +201,7 @@ def score(prediction: Mapping[str, Any], losses: Sequence[float], begun: float) 
     }
 
 
-def as_json(
+def ladder_as_json(
     ladder: Ladder,
     *,
     names: Sequence[str],

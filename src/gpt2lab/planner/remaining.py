@@ -16,7 +16,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters, training_flops_per_token
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.reports import blank, describe_actual
+from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.history import read_json
@@ -106,7 +106,7 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     )
 
 
-def describe(remaining: Remaining, now: float) -> str:
+def describe_remaining(remaining: Remaining, now: float) -> str:
     """Write the projection for people."""
     rate, left = remaining.throughput, remaining.seconds
     done = f"{remaining.step:,} of {remaining.last_step:,} steps in {fmt.duration(remaining.elapsed_seconds)}"
@@ -151,11 +151,11 @@ def _score(remaining: Remaining) -> list[str]:
     return [f"forecast     {describe_actual(actual)}"]
 
 
-def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
+def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
     """Return the projection as one object; a part that is not known is null."""
     config, left, rate = remaining.config, remaining.seconds, remaining.throughput
     tokens = config.batch.total_batch_size
-    result = blank() | {
+    result = blank_report() | {
         "run": str(remaining.run_dir),
         "model": {
             "parameters": count_parameters(config.model),

@@ -17,7 +17,9 @@ from gpt2lab.planner.estimate import (
     EVENTS,
     LAW,
     LOSS_FORMULA,
+    Cost,
     Estimate,
+    MemoryNeed,
     Window,
     loss_of,
     verdict,
@@ -65,7 +67,7 @@ def _source(estimate: Estimate) -> str:
     return f"{'source':<12} {said}{hint}"
 
 
-def describe(
+def describe_estimate(
     estimate: Estimate,
     *,
     now: float,
@@ -222,13 +224,13 @@ KEYS = (
 )
 
 
-def blank() -> dict[str, Any]:
+def blank_report() -> dict[str, Any]:
     """Return an object with every key and nothing known."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return dict.fromkeys(KEYS) | {"schema": SCHEMA, "timestamp": now}
 
 
-def as_json(
+def estimate_as_json(
     estimate: Estimate,
     *,
     profile_name: str,
@@ -238,10 +240,8 @@ def as_json(
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the object for one estimate."""
-    job, need, hours = estimate.job, estimate.memory, estimate.seconds.scaled(1 / 3600)
-    judged = verdict(estimate, window) if window else None
-    cost = estimate.cost
-    return blank() | {
+    job = estimate.job
+    return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
         "profile_name": profile_name,
         "profile": {
@@ -249,65 +249,76 @@ def as_json(
             "gradient_accumulation_steps": job.accumulation,
             "max_length": job.config.model.context_length,
             "estimated_throughput": estimate.throughput.value,
-            "memory_usage_gb": need.needed / 1e9,
-            "largest_batch_size": need.largest_micro_batch,
+            "memory_usage_gb": estimate.memory.needed / 1e9,
+            "largest_batch_size": estimate.memory.largest_micro_batch,
             "processes": job.world_size,
             "machine": estimate.machine.title,
             "dtype": job.dtype,
             "compile": job.compiled,
         },
-        "estimate": {
-            "total_steps": job.max_steps,
-            "estimated_hours": hours.value,
-            "fits_in_window": None if judged is None else judged == "fits",
-            "verdict": judged,
-            "low_hours": hours.low,
-            "high_hours": hours.high,
-            "sigma_log": estimate.sigma,
-            "step_seconds": asdict(estimate.step),
-            "safety_margin_hours": window.margin / 3600 if window else None,
-        },
+        "estimate": _hours_as_json(estimate, window),
         "dataset_info": dict(job.dataset)
         | {"epochs": job.epochs, "training_tokens": job.tokens}
         | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)
         | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
         "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},
-        "memory": {part: getattr(need.tensors, part) for part in PARTS}
-        | {
-            "context": need.overhead,
-            "total": need.needed,
-            "available": need.available,
-            "fits": need.fits,
-            "peak_at": need.tensors.peak_at,
-        },
+        "memory": _memory_as_json(estimate.memory),
         "scaling": list(scaling),
         "milestones": list(milestones),
-        "cost": None
-        if cost is None
-        else {
-            "usd": cost.usd.value,
-            "usd_low": cost.usd.low,
-            "usd_high": cost.usd.high,
-            "price_per_gpu_hour": cost.price_per_gpu_hour,
-            "price_source": cost.source,
-            "price_date": cost.date,
-            "kwh": cost.energy_kwh,
-        },
-        "loss": None
-        if estimate.loss is None
-        else asdict(estimate.loss)
-        | (
-            {"law": LAW, "data": "FineWeb, GPT-2 BPE"}
-            if estimate.ladder is None
-            else {
-                "law": f"ladder {estimate.ladder.name}",
-                "data": estimate.ladder.settings["data_name"],
-            }
-        ),
+        "cost": _cost_as_json(estimate.cost),
+        "loss": _loss_as_json(estimate),
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
     }
+
+
+def _hours_as_json(estimate: Estimate, window: Window | None) -> dict[str, Any]:
+    hours, judged = estimate.seconds.scaled(1 / 3600), verdict(estimate, window) if window else None
+    return {
+        "total_steps": estimate.job.max_steps,
+        "estimated_hours": hours.value,
+        "fits_in_window": None if judged is None else judged == "fits",
+        "verdict": judged,
+        "low_hours": hours.low,
+        "high_hours": hours.high,
+        "sigma_log": estimate.sigma,
+        "step_seconds": asdict(estimate.step),
+        "safety_margin_hours": window.margin / 3600 if window else None,
+    }
+
+
+def _memory_as_json(need: MemoryNeed) -> dict[str, Any]:
+    return {part: getattr(need.tensors, part) for part in PARTS} | {
+        "context": need.overhead,
+        "total": need.needed,
+        "available": need.available,
+        "fits": need.fits,
+        "peak_at": need.tensors.peak_at,
+    }
+
+
+def _cost_as_json(cost: Cost | None) -> dict[str, Any] | None:
+    if cost is None:
+        return None
+    return {
+        "usd": cost.usd.value,
+        "usd_low": cost.usd.low,
+        "usd_high": cost.usd.high,
+        "price_per_gpu_hour": cost.price_per_gpu_hour,
+        "price_source": cost.source,
+        "price_date": cost.date,
+        "kwh": cost.energy_kwh,
+    }
+
+
+def _loss_as_json(estimate: Estimate) -> dict[str, Any] | None:
+    if estimate.loss is None:
+        return None
+    law, data, ladder = LAW, "FineWeb, GPT-2 BPE", estimate.ladder
+    if ladder is not None:
+        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
+    return asdict(estimate.loss) | {"law": law, "data": data}
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------

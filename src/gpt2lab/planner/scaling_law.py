@@ -166,7 +166,7 @@ def require_enough(rungs: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def fit(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
+def fit_law(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
     """Fit a law to rungs.
 
     Raises: ConfigError if they cannot tell five parameters.

@@ -64,7 +64,7 @@ def muon_flops(model: ModelConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One observation to learn from."""
 
     work: tuple[float, ...]
@@ -149,7 +149,7 @@ def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
     )
 
 
-def fit(prior: Rates, measured: Sequence[Measured], *, spread: float) -> Rates:
+def fit_rates(prior: Rates, measured: Sequence[MeasuredStep], *, spread: float) -> Rates:
     """Learn rates from measured steps: Bayesian linear regression of predicted / observed = 1.
 
     The prior is first brought to the level of the runs. Each rate is then the prior's times a factor; the factors are
