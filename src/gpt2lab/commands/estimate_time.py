@@ -35,7 +35,7 @@ _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 
 def main(argv: list[str]) -> int:
-    """Answer the question on the command line."""
+    """Answer a command line."""
     return answer(parse_flags(EstimateRequest, argv, about=__doc__, common=_COMMON))
 
 
@@ -106,7 +106,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     rows = alternatives.scaling(predictor, found, profile, request.scaling)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
-    # A batch that nobody typed gave way to one that fits.
+    # A mini batch that nobody typed was replaced by one that fits.
     too_large = found.memory.fits is False
     options: list[str] = []
     if no_memory:
@@ -180,11 +180,13 @@ def _warnings(found: Estimate) -> list[str]:
             f"--mini_batch_size {found.memory.largest_micro_batch} does"
         )
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
-        warnings.append(f"the price is of {found.cost.date}: older than half a year; give --price")
+        warnings.append(
+            f"the price of {found.cost.date} is more than half a year old; give --price"
+        )
     load, cores = machine.load_average(), processor.cores()
     if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
         busy = f"machine busy: load {load:.1f} on {cores} cores"
-        warnings.append(f"{busy}; times hold for an idle one")
+        warnings.append(f"{busy}; the times are for an idle one")
     return warnings
 
 
@@ -215,5 +217,5 @@ def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
     links = known.links.values()
     rows = [[link.name, number(link.rate(2**25), 1e9, 1), link.title] for link in links]
     networks = fmt.table(["interconnect", "GB/s at 32 MiB", ""], rows)
-    source = f"hardware.json version {known.version}; every number's source stands there"
+    source = f"hardware.json version {known.version}; it names the source of every number"
     return document, f"{cards}\n\n{networks}\n\n{source}"

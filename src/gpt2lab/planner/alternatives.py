@@ -80,7 +80,7 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return fmt.table(["GPUs", "step", "total", "efficiency*", "cost"], cells) + (
-        "\n* of the steps alone; start and events do not shrink with them"
+        "\n* of the steps alone; startup and events do not get shorter"
     )
 
 
@@ -190,7 +190,7 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
 
 
 def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
-    """Estimate the job; a mini batch that does not fit gives way to the largest that does."""
+    """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job, profile)
     if found.memory.fits is False and found.memory.largest_micro_batch:
         smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
@@ -235,7 +235,7 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
 def _on_cards(
     predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
 ) -> Estimate | None:
-    """Estimate the same run on `count` cards of a kind, None where that cannot be."""
+    """Estimate the same run on `count` cards of a kind, None if that is not possible."""
     try:
         on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
         return predictor.predict(found.job.with_world_size(count), profile, on=on)
@@ -274,7 +274,7 @@ def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> l
         small = dataclasses.replace(found.job, config=dataclasses.replace(config, model=model))
         if small.parameters < found.job.parameters:
             there = predictor.predict(small, profile)
-            return [f"smaller model    --model {name}, as many tokens: {hours(there.seconds)}"]
+            return [f"smaller model    --model {name}, the same tokens: {hours(there.seconds)}"]
     return []
 
 
@@ -301,7 +301,7 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
 # -- learning rates ----------------------------------------------------------------------------------------------
 
 # Square root for AdamW: Malladi et al. 2022 (arXiv:2205.10287). Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD.
-_CLAMP = (0.25, 2.0)  # times the reference rate: beyond, no rule was seen to hold
+_CLAMP = (0.25, 2.0)  # times the reference rate: beyond these no rule is known to hold
 _SURGE = 4.0  # reference batches from which the best rate may fall again (arXiv:2405.14578)
 
 

@@ -1,7 +1,7 @@
-"""What a start chooses by itself: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
+"""Settings that a start chooses automatically: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
 
-Each ends as a plain setting, so that the checkpoint stores it and a resume uses it again. A preset such as `8xh100`
-only decides how its cards divide a step: tokens per step, and with them the curve, stay as they are.
+Each becomes a plain setting, so that the checkpoint stores it and a resume uses it again. A preset such as `8xh100`
+only decides how its cards divide a step: tokens per step, and so the loss curve, are unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
 
 @dataclass(frozen=True)
 class OpenSettings:
-    """What the command line of a start leaves open."""
+    """Settings that a request leaves to the planner."""
 
     preset: str | None
     find_mini_batch: bool
@@ -70,13 +70,13 @@ def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
         hardware.load(),
         MEMORY_TARGET,
         is_cpu=detected.is_cpu,
-        # Of offloaded weights nobody has counted what a GPU holds: at most what it holds of others.
+        # What a GPU holds of offloaded weights is not counted; it is at most what it holds without offloading.
         available=None if config.system.fsdp_offload else detected.free_memory(ranks),
     )
 
 
 def describe_memory(need: MemoryNeed) -> str:
-    """Write it for people, with what would fit if it does not."""
+    """Return the need as text, with what would fit if it does not."""
     text = f"{need.needed / GIB:.1f} GiB for each rank"
     if need.available is None:
         return text
@@ -89,7 +89,7 @@ def describe_memory(need: MemoryNeed) -> str:
 
 
 def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
-    """Reject a model whose weights alone no amount of waiting fits into a CPU's memory; a GPU says so itself.
+    """Reject a model whose weights, gradients and optimizer state exceed a CPU's memory; a GPU reports that itself.
 
     Raises: ConfigError.
     """
@@ -170,8 +170,8 @@ def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path)
     on, ratios = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
-            "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
-            f"gpt2lab estimate --measure --model {job.config.model.model}"
+            "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed it; "
+            f"first run gpt2lab estimate --measure --model {job.config.model.model}"
         )
     steps = steps_that_fit(
         job,
@@ -234,7 +234,7 @@ def _on_card(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
 
 
 def _largest_fitting(ways: list[Estimate], name: str) -> Job:
-    """Return the job with the largest micro-batch that fits the card, in the cheapest mode that has room enough.
+    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences.
 
     Raises: ConfigError if not even one sequence fits.
     """

@@ -37,7 +37,7 @@ SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}  # of singl
 
 @dataclass(frozen=True)
 class MachineKind:
-    """What two runs must share for the speed of one to predict the other's."""
+    """What two runs must have in common for the speed of one to predict that of the other."""
 
     device: str
     world: int
@@ -61,9 +61,9 @@ def record_of(
     source: str,
     fewest: int = MIN_STEPS + 2,
 ) -> dict[str, Any] | None:
-    """Return the calibration line of a run's last start, or None if it took too few steps to say anything.
+    """Return the calibration line of a run's last start, or None if it took too few steps.
 
-    `environment` as in run.json, `config` as in config.json; `others`: the share of the machine in other hands.
+    `environment` as in run.json, `config` as in config.json; `others`: share of the machine that other programs used.
     """
     taken, elapsed = log.last_start("step_seconds"), log.last_start("elapsed_seconds")[:1]
     if len(taken) < fewest or np.isnan(elapsed).any():
@@ -137,7 +137,7 @@ def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
-    """Return the usable lines, oldest first; torn or edited lines are skipped."""
+    """Return the usable lines, oldest first; incomplete or edited lines are skipped."""
     path = checkpoint_dir / FILE
     if not path.is_file():
         return []

@@ -25,7 +25,7 @@ from gpt2lab.training.progress import Interval, total
 if TYPE_CHECKING:
     from gpt2lab.planner.ladder import Ladder
 
-MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula does not know
+MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula leaves out
 EVENTS = ("eval", "sample", "hellaswag", "checkpoint")
 
 
@@ -44,7 +44,7 @@ class Estimate:
     breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
     seconds: Interval
     cost: Cost | None
-    loss: Interval | None  # None where the scaling law says nothing
+    loss: Interval | None  # None where the scaling law does not apply
     mfu: float | None
     ladder: Ladder | None = None  # that the loss is from, else the public law
 
@@ -179,7 +179,7 @@ GUESS, MEASURED = 0.5, 0.1
 
 @dataclass(frozen=True)
 class EventCosts:
-    """Seconds of one event of each kind; those in `measured` were seen on this machine."""
+    """Seconds of one event of each kind; those in `measured` were timed on this machine."""
 
     seconds: Mapping[str, float]
     measured: frozenset[str]
@@ -279,8 +279,8 @@ def cost_of_run(machine: Machine, seconds: Interval, *, price: float | None) -> 
 # L = E + A / N^ALPHA + B / D'^BETA with the constants that Besiroglu et al. 2024 (arXiv:2404.10102) refitted to
 # Hoffmann et al. Repeated data count for less: D' = U + 15.39 U (1 - e^(-(D/U - 1) / 15.39)), Muennighoff et al. 2023
 # (arXiv:2305.16264). For GPT-2 on FineWeb the law is too low: it says 3.01 for 124M on 10.26B tokens where llm.c's
-# public log ends at 3.272. The offset adds the difference; it moves with data and recipe, hence the band. It ranks
-# sizes and promises nothing. It holds for GPT-2's blocks and AdamW alone: for others no offset is known.
+# public log ends at 3.272. The offset adds the difference; it moves with data and recipe, hence the band. It is for
+# ranking sizes. It holds for GPT-2's blocks and AdamW alone: for others no offset is known.
 LAW = "besiroglu2024+offset"
 _E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 _FINEWEB_OFFSET = 0.27  # 3.272 (llm.c, 124M, 10.26B tokens of FineWeb) - 3.01
@@ -293,7 +293,7 @@ LOSS_FORMULA = (
 
 
 def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
-    """Return what `tokens` are worth if only `unique_tokens` of them differ."""
+    """Return how many unique tokens are worth as much as `tokens`, of which only `unique_tokens` differ."""
     if unique_tokens is None or tokens <= unique_tokens:
         return tokens
     repeats = tokens / unique_tokens - 1
@@ -301,14 +301,14 @@ def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
 
 
 def loss_of(job: Job) -> Interval | None:
-    """Return the predicted loss of a job; each source of a mixture wears out by its own repeats."""
+    """Return the predicted loss of a job; repeated tokens of a mixture are discounted source by source."""
     parts: list[tuple[int, int | None]] = [*job.tokens_by_source.values()]
     parts = parts or [(job.tokens, job.unique_tokens)]
     return predicted_loss(job.parameters, sum(effective_tokens(*part) for part in parts))
 
 
 def predicted_loss(parameters: int, tokens: float) -> Interval | None:
-    """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law says nothing."""
+    """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law does not apply."""
     if parameters < _SMALLEST or tokens < 1:
         return None
     value = _E + _A / parameters**_ALPHA + _B / tokens**_BETA + _FINEWEB_OFFSET

@@ -37,10 +37,10 @@ def write_forecast(
     from_pretrained: bool,
     say: Say,
 ) -> None:
-    """Write the forecast of a fresh run to its estimate.json, and say it.
+    """Write the forecast of a fresh run to its estimate.json, and log it.
 
-    A resumed run keeps the forecast of its beginning. A forecast that fails never stops a run. `environment` as in
-    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law says nothing.
+    A resumed run keeps its first forecast. A forecast that fails never stops a run. `environment` as in
+    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law does not apply.
     """
     path = run_dir / FILE
     if is_resumed and path.exists():
@@ -74,7 +74,7 @@ def score_forecast(
 ) -> None:
     """Compare a finished run with its forecast, and let the next forecast learn from it; never fails a run.
 
-    `others`: the share of the machine in other hands, unknown at a world size above 1.
+    `others`: the share of the machine that other programs used, unknown at a world size above 1.
     """
     with contextlib.suppress(OSError, GPT2LabError):
         log = history.read_log(run_dir)
@@ -177,7 +177,7 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
 
 
 def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
-    """Add a run's line to the calibration file; a run that says too little adds none.
+    """Add a run's line to the calibration file; a run that is too short adds none.
 
     Raises: OSError.
     """

@@ -39,7 +39,7 @@ from gpt2lab.runs.console import say
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
-TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
+TOO_BUSY = 0.5  # share of the machine used by other programs from which no number is given
 FEWEST_STEPS = 4
 TRIAL_STEPS = 6  # of a size; the first two do not count
 STEP_SECONDS = 4.0  # longest step of a size that a search tries beyond the smallest
@@ -112,7 +112,7 @@ def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
     job, folder, accumulation = predictor.job(profile), predictor.request.folder(), 1
-    with contextlib.suppress(NoSourceError):  # an unknown GPU is a reason to measure
+    with contextlib.suppress(NoSourceError):  # an unknown GPU has to be measured
         micro = predictor.predict(job, profile).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")

@@ -1,4 +1,4 @@
-"""An estimate as a report: one screen for people, one JSON object, every formula with its numbers. No torch."""
+"""An estimate as a report: one screen of text, one JSON object, every formula with its numbers. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _title(estimate: Estimate) -> str:
 
 
 def _source(estimate: Estimate) -> str:
-    """Say where the speed comes from, and how far to trust it."""
+    """Say where the speed comes from, and how uncertain it is."""
     machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
     source = machine.rates.source
     priors = {
@@ -184,11 +184,11 @@ def _loss(estimate: Estimate) -> list[str]:
         own, note = estimate.loss, f"{estimate.ladder.note(job)}; {ratio}"
         return [_row("loss", f"{own.value:.3f}", f"{own.low:.3f} ... {own.high:.3f}", note)]
     if not job.is_gpt2:
-        said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"
-        return [_row("loss", "n/a", "", f"the law is of GPT-2 with AdamW{said}; {ratio}")]
+        said = "" if loss is None else f"; for that it predicts {loss.low:.2f} ... {loss.high:.2f}"
+        return [_row("loss", "n/a", "", f"the law holds for GPT-2 with AdamW{said}; {ratio}")]
     if loss is None:
-        return [_row("loss", "n/a", "", f"the scaling law begins at 40M parameters; {ratio}")]
-    note = f"FineWeb validation, to rank sizes, not a promise; {ratio}"
+        return [_row("loss", "n/a", "", f"the scaling law holds from 40M parameters up; {ratio}")]
+    note = f"FineWeb validation loss, for ranking sizes; {ratio}"
     return [_row("loss", f"{loss.value:.2f}", f"{loss.low:.2f} ... {loss.high:.2f}", note)]
 
 

@@ -227,7 +227,7 @@ def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(tmp_path, typed)
     assert json.loads(ask(tmp_path, *flags, *typed, "--json").stdout)["loss"] is None
     (line,) = [x for x in ask(tmp_path, *flags, *typed).stdout.splitlines() if x[:4] == "loss"]
     assert line.split()[1] == "n/a"
-    assert "GPT-2 with AdamW, and says 3.18 ... 3.38 of that" in line
+    assert "GPT-2 with AdamW; for that it predicts 3.18 ... 3.38" in line
     known = json.loads(ask(tmp_path, *flags, "--model=gpt2", "--json").stdout)["loss"]
     assert known["value"] == pytest.approx(3.28, abs=0.005)
 
