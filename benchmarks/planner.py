@@ -21,7 +21,7 @@ from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import hardware, machine, timing
 from gpt2lab.planner.calibration import mean_step
-from gpt2lab.planner.timing import Measured, fit, work
+from gpt2lab.planner.timing import MeasuredStep, fit_rates, work
 from gpt2lab.training.train_step import train_step
 
 
@@ -146,14 +146,14 @@ def measure_planner(*, probe_steps: int, steps: int) -> dict[str, Any]:
 
 def _predict_other_shapes(measured: list[tuple[Case, float]]) -> list[dict[str, Any]]:
     seen = [
-        Measured(work(case.model, micro_batch=case.B, accumulation=case.A), seconds)
+        MeasuredStep(work(case.model, micro_batch=case.B, accumulation=case.A), seconds)
         for case, seconds in measured
     ]
     prior = timing.processor(machine.core_flops(), hardware.load(), bf16=False)
     rows = []
     for number, (case, seconds) in enumerate(measured):
         others = [m for i, m in enumerate(seen) if i % _FOLDS != number % _FOLDS]
-        predicted = fit(prior, others, spread=1.0).seconds(seen[number].work)
+        predicted = fit_rates(prior, others, spread=1.0).seconds(seen[number].work)
         rows.append(_row(case, predicted, seconds))
     return rows
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from gpt2lab.config.presets import preset
 from gpt2lab.planner import hardware
-from gpt2lab.planner.ask import EstimateRequest, job_of
 from gpt2lab.planner.estimate import Estimate, estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine, named
+from gpt2lab.planner.request import EstimateRequest, job_of
 
 KNOWN = hardware.load(Path("/nonexistent"))
 

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import launch
 from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
@@ -273,10 +274,10 @@ def test_the_plan_says_how_often_each_source_is_read(data, tmp_path):
 
 def test_measuring_trains_on_the_mixture_itself(data, tmp_path):
     config = parse(flags_of(data, tmp_path, "run")).config
-    assert parse(data_for(config, tmp_path)).config.data == config.data
+    assert override(config, data_for(config, tmp_path)).data == config.data
     assert not list(tmp_path.iterdir())
     elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).config
-    made = parse(data_for(elsewhere, tmp_path)).config.data
+    made = override(elsewhere, data_for(elsewhere, tmp_path)).data
     assert made.data_dir == (str(tmp_path / "data"),)
     assert made.data_weights_at == ()
 

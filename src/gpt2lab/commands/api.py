@@ -220,7 +220,7 @@ def estimate(**flags: Any) -> dict[str, Any]:
     Raises: ConfigError; NoSourceError if there is nothing to predict from.
     """
     from gpt2lab.commands.estimate_time import find_answer
-    from gpt2lab.planner.ask import EstimateRequest
+    from gpt2lab.planner.request import EstimateRequest
 
     given = {name: _as_typed(name, value) for name, value in flags.items()}
     _check_flags(EstimateRequest, given, "estimate")

@@ -16,6 +16,7 @@ from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
 from gpt2lab.config.settings import (
     LEAVES,
+    both_set_length,
     from_working_directory,
     to_flat,
 )
@@ -164,9 +165,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     values = from_working_directory({name: flat[name] for name in LEAVES if name in given})
     lengths = [f"--{name}" for name in LENGTHS if name in values]
     if len(lengths) > 1:
-        raise ConfigError(
-            f"{' and '.join(lengths)} both set the length of the run; give one of them"
-        )
+        raise ConfigError(both_set_length(lengths))
     _reject_idle_actions(actions)
     shards = sorted(OF_SHARDS & values.keys())
     if recipe == "finetune" and (finds_mini_batch or shards):

@@ -29,11 +29,11 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine, reports
-from gpt2lab.planner.ask import JobFlags, Predictor, check_job
 from gpt2lab.planner.estimate import Estimate
 from gpt2lab.planner.machine import GpuState
 from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.reports import GIB
+from gpt2lab.planner.request import JobFlags, Predictor, check_job
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers")
 _NOT_THROTTLED = (None, "0x0000000000000000", "0x0000000000000001")  # no event, or idle
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     Raises: ConfigError for settings that cannot work, or a run that does not exist.
     """
     flags = parse_flags(Doctor, argv, about=__doc__, common=_COMMON)
-    gpus = machine.look().gpus
+    gpus = machine.detect_hardware().gpus
     facts: dict[str, Any] = {"versions": _versions(), "machine": _machine(gpus)}
     if flags.run is not None:
         facts["run"] = _run(flags.run, flags.checkpoint_dir)
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         facts |= {"gpus": [_as_json(gpu) for gpu in gpus], "topology": _topology(gpus) or None}
         facts = _without_names(facts)
         if needs is not None:
-            facts["memory"] = reports.as_json(needs[0], profile_name=needs[1], window=None)
+            facts["memory"] = reports.estimate_as_json(needs[0], profile_name=needs[1], window=None)
         print(json.dumps(facts, allow_nan=False))
     else:
         _print_facts(_without_names(facts))

@@ -20,9 +20,9 @@ from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, remaining, reports
-from gpt2lab.planner.ask import EstimateRequest, Predictor, check, start_of, window_of
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
+from gpt2lab.planner.request import EstimateRequest, Predictor, check_request, start_of, window_of
 from gpt2lab.runs.history import find_run
 
 DOES_NOT_FIT = 3
@@ -35,78 +35,78 @@ _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 
 def main(argv: list[str]) -> int:
-    """Answer the question on the command line."""
+    """Answer a command line."""
     return answer(parse_flags(EstimateRequest, argv, about=__doc__, common=_COMMON))
 
 
-def answer(ask: EstimateRequest) -> int:
+def answer(request: EstimateRequest) -> int:
     """Print one report, or one JSON object, and return the exit code: 0, or 3 if the run does not fit.
 
     Raises: GPT2LabError with its exit code.
     """
-    document, text, code = find_answer(ask)
-    print(json.dumps(document, allow_nan=False) if ask.json else text)
+    document, text, code = find_answer(request)
+    print(json.dumps(document, allow_nan=False) if request.json else text)
     return code
 
 
-def find_answer(ask: EstimateRequest) -> tuple[dict[str, Any], str, int]:
+def find_answer(request: EstimateRequest) -> tuple[dict[str, Any], str, int]:
     """Return the answer as JSON and as text, and the exit code; write the file of --report durably.
 
     Raises: GPT2LabError with its exit code.
     """
-    check(ask)
-    document, text, code = _find_answer(ask, hardware.load())
-    if ask.report is not None:
-        with system_errors_as(ConfigError, f"--report {ask.report}", what="cannot write there"):
-            replace_durably(ask.report, json.dumps(document, indent=1) + "\n")
+    check_request(request)
+    document, text, code = _find_answer(request, hardware.load())
+    if request.report is not None:
+        with system_errors_as(ConfigError, f"--report {request.report}", what="cannot write there"):
+            replace_durably(request.report, json.dumps(document, indent=1) + "\n")
     return document, text, code
 
 
-def _find_answer(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
-    if ask.list_gpus:
+def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
+    if request.list_gpus:
         return *_describe_hardware(known), 0
-    if ask.accuracy:
-        return *forecast.describe_history(ask.folder()), 0
-    if ask.self_test:
-        return measuring.self_test(ask.folder())
-    if not ask.names_a_job:
-        run_dir = remaining.last_written_run(ask.folder())
-        if ask.run_name is not None:
-            run_dir = find_run(ask.run_name, checkpoint_dir=ask.checkpoint_dir)
+    if request.accuracy:
+        return *forecast.describe_history(request.folder()), 0
+    if not request.names_a_job:
+        run_dir = remaining.last_written_run(request.folder())
+        if request.run_name is not None:
+            run_dir = find_run(request.run_name, checkpoint_dir=request.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), remaining.estimate_remaining(run_dir)
-            return remaining.as_json(left, now), remaining.describe(left, now), 0
-    if ask.compare is None:
-        return _describe_job(ask, known)
-    profile, window = hardware.find_profile(ask.profile, known), window_of(ask, time.time())
-    predictor = Predictor(ask, known)
-    if ask.measure or ask.find_batch_size:
-        predictor = Predictor(measuring.measure(ask, predictor, profile)[0], known)
-    return alternatives.describe_comparison(predictor, profile, ask.compare, window)
+            return (
+                remaining.remaining_as_json(left, now),
+                remaining.describe_remaining(left, now),
+                0,
+            )
+    if request.compare is None:
+        return _describe_job(request, known)
+    profile, window = hardware.find_profile(request.profile, known), window_of(request, time.time())
+    predictor = Predictor(request, known)
+    if request.measure or request.find_batch_size:
+        predictor = Predictor(measuring.measure(request, predictor, profile)[0], known)
+    return alternatives.describe_comparison(predictor, profile, request.compare, window)
 
 
-def _describe_job(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
+def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
     """Return the forecast of a run to come as JSON and as text, and the exit code.
 
     Raises: GPT2LabError with its exit code.
     """
-    predictor = Predictor(ask, known)
-    profile = hardware.find_profile(ask.profile, known)
+    predictor = Predictor(request, known)
+    profile = hardware.find_profile(request.profile, known)
     now = time.time()
-    begins, window = start_of(ask, now), window_of(ask, now)
+    begins, window = start_of(request, now), window_of(request, now)
     batch_search, advice = None, None
-    if ask.measure or ask.find_batch_size:
-        ask, batch_search = measuring.measure(ask, predictor, profile)
-        predictor = Predictor(ask, known)
-    estimated = alternatives.fit_memory if ask.mini_batch_size is None else Predictor.predict
+    if request.measure or request.find_batch_size:
+        request, batch_search = measuring.measure(request, predictor, profile)
+        predictor = Predictor(request, known)
+    estimated = alternatives.fit_memory if request.mini_batch_size is None else Predictor.predict
     found = estimated(predictor, predictor.job(profile), profile)
     job, warnings = found.job, _warnings(found)
-    if ask.kwh is not None and found.cost is None:
-        warnings.append("--kwh: the power of this device is not known, so that there is no cost")
-    rows = alternatives.scaling(predictor, found, profile, ask.scaling)
+    rows = alternatives.scaling(predictor, found, profile, request.scaling)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
-    # A batch that nobody typed gave way to one that fits.
+    # A mini batch that nobody typed was replaced by one that fits.
     too_large = found.memory.fits is False
     options: list[str] = []
     if no_memory:
@@ -115,20 +115,20 @@ def _describe_job(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any]
         options = alternatives.what_fits(predictor, found, profile, window)
     extra = ["", alternatives.scaling_table(rows)] if len(rows) > 1 else []
     extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
-    extra += ["", *reports.formulas(found, known)] if ask.explain else []
+    extra += ["", *reports.formulas(found, known)] if request.explain else []
     if job.unique_tokens is not None:
         listed = hardware.profiles(known).values()
         advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
         extra += [f"{'data':<12} {advice}"]
-    typed = ask.max_lr is not None
-    extra.append(alternatives.learning_rate_line(job.config, ask.lr_rule, typed=typed))
+    typed = request.max_lr is not None
+    extra.append(alternatives.learning_rate_line(job.config, request.lr_rule, typed=typed))
     batch = job.config.batch.total_batch_size
     milestones = [
         remaining.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
         for share in remaining.MILESTONES
         if (at := round(share * job.max_steps)) > 0
     ]
-    document = reports.as_json(
+    document = reports.estimate_as_json(
         found,
         profile_name=profile.name,
         window=window,
@@ -138,7 +138,9 @@ def _describe_job(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any]
     )
     document |= {"data_advice": advice, "batch_search": batch_search}
     document["learning_rate"] = alternatives.learning_rates(job.config)
-    text = reports.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
+    text = reports.describe_estimate(
+        found, now=begins, window=window, extra=extra, warnings=warnings
+    )
     does_not_fit = judged in ("borderline", "does_not_fit") or too_large
     return document, text, DOES_NOT_FIT if does_not_fit else 0
 
@@ -178,11 +180,13 @@ def _warnings(found: Estimate) -> list[str]:
             f"--mini_batch_size {found.memory.largest_micro_batch} does"
         )
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
-        warnings.append(f"the price is of {found.cost.date}: older than half a year; give --price")
+        warnings.append(
+            f"the price of {found.cost.date} is more than half a year old; give --price"
+        )
     load, cores = machine.load_average(), processor.cores()
     if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
         busy = f"machine busy: load {load:.1f} on {cores} cores"
-        warnings.append(f"{busy}; times hold for an idle one")
+        warnings.append(f"{busy}; the times are for an idle one")
     return warnings
 
 
@@ -213,5 +217,5 @@ def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
     links = known.links.values()
     rows = [[link.name, number(link.rate(2**25), 1e9, 1), link.title] for link in links]
     networks = fmt.table(["interconnect", "GB/s at 32 MiB", ""], rows)
-    source = f"hardware.json version {known.version}; every number's source stands there"
+    source = f"hardware.json version {known.version}; it names the source of every number"
     return document, f"{cards}\n\n{networks}\n\n{source}"

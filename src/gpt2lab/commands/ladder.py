@@ -18,7 +18,7 @@ from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab import ladder
 from gpt2lab.lab.ladder_file import FAMILIES
-from gpt2lab.planner.ask import read_count
+from gpt2lab.planner.request import read_count
 
 _FILE = f"TOML file of sizes, tokens, seeds and rates, or {' or '.join(FAMILIES)}"
 _OUT = "folder of the runs and of the results; default checkpoints/NAME, after the name of FILE"

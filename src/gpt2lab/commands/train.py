@@ -112,10 +112,10 @@ def extensions() -> list[Extension]:
     """Return what surrounds a run."""
     from gpt2lab.lab.token_losses import TokenLossKeeper
     from gpt2lab.mirror.extension import CheckpointMirror
-    from gpt2lab.planner.extension import Forecast
+    from gpt2lab.planner.extension import ForecastExtension
     from gpt2lab.tracking.extension import TensorBoard, Trackers
 
-    return [TensorBoard(), Trackers(), CheckpointMirror(), Forecast(), TokenLossKeeper()]
+    return [TensorBoard(), Trackers(), CheckpointMirror(), ForecastExtension(), TokenLossKeeper()]
 
 
 def finetune(argv: list[str]) -> int:

@@ -231,6 +231,11 @@ def _type_name(kind: Any) -> str:
     )
 
 
+def both_set_length(names: Iterable[str]) -> str:
+    """Return the message about several settings, or their flags, that each set the length of a run."""
+    return f"{' and '.join(names)} both set the length of the run; give one of them"
+
+
 def find_problems(config: Config) -> list[str]:
     """List every setting that cannot work, each with its value and the fix."""
     flat, problems = to_flat(config), []
@@ -285,7 +290,7 @@ def find_problems(config: Config) -> list[str]:
         ),
         (
             len(lengths) > 1,
-            f"{' and '.join(lengths)} both set the length of the run; give one of them",
+            both_set_length(lengths),
         ),
         (
             parallel == "fsdp" and flat["reduce"] == "exact",

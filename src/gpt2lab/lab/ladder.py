@@ -35,9 +35,8 @@ from gpt2lab.lab.stats import over_seeds
 from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
-from gpt2lab.planner.machine import DetectedHardware, look
-from gpt2lab.planner.scaling_law import Rung, require_enough
-from gpt2lab.planner.scaling_law import fit as fit_law
+from gpt2lab.planner.machine import detect_hardware
+from gpt2lab.planner.scaling_law import Rung, fit_law, require_enough
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.folder import holder_of
@@ -170,10 +169,10 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
 def _time(start: Start, out: Path) -> Interval | None:
     """Return how long one run takes on this machine alone; None if the machine is unknown."""
     known = hardware.load()
-    seen = DetectedHardware(()) if start.config.system.device == "cpu" else look()
-    job = auto.job_on(seen, start.config, start.plan, start.data.tokens("train"))
+    detected = detect_hardware(device=start.config.system.device)
+    job = auto.job_on(detected, start.config, start.plan, start.data.tokens("train"))
     try:
-        on, ratios = calibration.this_machine(seen, known, calibration.read(out), job)
+        on, ratios = calibration.this_machine(detected, known, calibration.read(out), job)
     except NoSourceError:
         return None
     return estimate(job, on, known, ratios=ratios).seconds
@@ -342,7 +341,7 @@ def ladder_results(family: Family, out: Path) -> dict[str, Any]:
     if prediction is not None and family.top is not None:
         scored = _score(family, out, prediction)
     rates = _rates(family, out, found)
-    document = ladder.as_json(
+    document = ladder.ladder_as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     with system_errors_as(SaveError, out, fix="choose another --out"):

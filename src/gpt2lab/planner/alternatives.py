@@ -12,12 +12,12 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
-from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
 from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
+from gpt2lab.planner.request import LENGTHS, Comparison, LrRule, Predictor
 
 _CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -33,7 +33,7 @@ def scaling(
 
     Raises: ConfigError if --scaling is not a list of numbers.
     """
-    ask, job = predictor.ask, found.job
+    request, job = predictor.request, found.job
     if predictor.gpu is None:
         return []
     if not re.fullmatch(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", world_sizes):
@@ -41,7 +41,7 @@ def scaling(
     counts = sorted({*map(int, world_sizes.split(",")), job.world_size})
     rows, one = [], None
     for count in counts:
-        nodes = ask.nodes if count == job.world_size else 1
+        nodes = request.nodes if count == job.world_size else 1
         try:
             on = named(
                 predictor.gpu,
@@ -49,7 +49,7 @@ def scaling(
                 gpus=count,
                 compiled=job.compiled,
                 nodes=nodes,
-                interconnect=ask.interconnect if nodes > 1 or ask.nodes == 1 else None,
+                interconnect=request.interconnect if nodes > 1 or request.nodes == 1 else None,
             )
             there = predictor.predict(job.with_world_size(count), profile, on=on)
         except ConfigError:
@@ -80,7 +80,7 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return fmt.table(["GPUs", "step", "total", "efficiency*", "cost"], cells) + (
-        "\n* of the steps alone; start and events do not shrink with them"
+        "\n* of the steps alone; startup and events do not get shorter"
     )
 
 
@@ -96,7 +96,7 @@ def describe_comparison(
     """
     rows = _rows(predictor, profile, what, window)
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
-    document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
+    document = reports.blank_report() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
     document["profile_name"] = profile.name
     document["model"] = rows[0]["model_counts"] if what == "gpus" else None
@@ -139,19 +139,23 @@ def _rows(
 
     Models and profiles train on as many tokens as fit the window, unless the length was asked for.
     """
-    ask, known, all_profiles = predictor.ask, predictor.hardware, profiles(predictor.hardware)
+    request, known, all_profiles = (
+        predictor.request,
+        predictor.hardware,
+        profiles(predictor.hardware),
+    )
     others: dict[str, dict[str, Any]]
     if what == "gpus":
-        others = {gpu: {"gpu": gpu, "gpus": ask.gpus or 1} for gpu in known.gpus}
+        others = {gpu: {"gpu": gpu, "gpus": request.gpus or 1} for gpu in known.gpus}
     elif what == "models":
         others = {model: {"model": model} for model in MODELS}
     else:
         others = {name: {"profile": name} for name in all_profiles}
-    given = any(getattr(ask, length) is not None for length in LENGTHS)
+    given = any(getattr(request, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
     rows, errors = [], []
     for name, other in others.items():
-        there = Predictor(dataclasses.replace(ask, **other), known)
+        there = Predictor(dataclasses.replace(request, **other), known)
         one = all_profiles[name] if what == "profiles" else profile
         try:
             found = fit_memory(there, there.job(one), one)
@@ -186,7 +190,7 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
 
 
 def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
-    """Estimate the job; a mini batch that does not fit gives way to the largest that does."""
+    """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job, profile)
     if found.memory.fits is False and found.memory.largest_micro_batch:
         smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
@@ -215,7 +219,7 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
     if fewer:
         what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
     text.append(f"fewer tokens     {what}")
-    if profile.name != "fast" and predictor.ask.context_length is None:
+    if profile.name != "fast" and predictor.request.context_length is None:
         fast = find_profile("fast", predictor.hardware)
         config = fast.applied(job.config, typed=())
         quick = dataclasses.replace(job, config=fit_mini_batch(config, job.world_size, typed=False))
@@ -231,7 +235,7 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
 def _on_cards(
     predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
 ) -> Estimate | None:
-    """Estimate the same run on `count` cards of a kind, None where that cannot be."""
+    """Estimate the same run on `count` cards of a kind, None if that is not possible."""
     try:
         on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
         return predictor.predict(found.job.with_world_size(count), profile, on=on)
@@ -270,7 +274,7 @@ def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> l
         small = dataclasses.replace(found.job, config=dataclasses.replace(config, model=model))
         if small.parameters < found.job.parameters:
             there = predictor.predict(small, profile)
-            return [f"smaller model    --model {name}, as many tokens: {hours(there.seconds)}"]
+            return [f"smaller model    --model {name}, the same tokens: {hours(there.seconds)}"]
     return []
 
 
@@ -297,7 +301,7 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
 # -- learning rates ----------------------------------------------------------------------------------------------
 
 # Square root for AdamW: Malladi et al. 2022 (arXiv:2205.10287). Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD.
-_CLAMP = (0.25, 2.0)  # times the reference rate: beyond, no rule was seen to hold
+_CLAMP = (0.25, 2.0)  # times the reference rate: beyond these no rule is known to hold
 _SURGE = 4.0  # reference batches from which the best rate may fall again (arXiv:2405.14578)
 
 

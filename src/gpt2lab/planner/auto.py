@@ -1,7 +1,7 @@
-"""What a start chooses by itself: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
+"""Settings that a start chooses automatically: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
 
-Each ends as a plain setting, so that the checkpoint stores it and a resume uses it again. A preset such as `8xh100`
-only decides how its cards divide a step: tokens per step, and with them the curve, stay as they are.
+Each becomes a plain setting, so that the checkpoint stores it and a resume uses it again. A preset such as `8xh100`
+only decides how its cards divide a step: tokens per step, and so the loss curve, are unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpt2lab.planner.estimate import (
 )
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import DetectedHardware, look, named, total_memory
+from gpt2lab.planner.machine import DetectedHardware, detect_hardware, named, total_memory
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
@@ -45,7 +45,7 @@ _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
 
 @dataclass(frozen=True)
 class OpenSettings:
-    """What the command line of a start leaves open."""
+    """Settings that a request leaves to the planner."""
 
     preset: str | None
     find_mini_batch: bool
@@ -55,26 +55,28 @@ class OpenSettings:
 
 def free_memory(system: SystemConfig) -> float | None:
     """Return the bytes that this rank could use, None where unknown."""
-    return _look(system).free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return detect_hardware(device=system.device).free_memory(
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
 
 
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
     """Return what a rank of a run needs, compared with what is free on this machine."""
-    seen = _look(config.system)
-    job = job_on(seen, config, plan, train_tokens)
+    detected = detect_hardware(device=config.system.device)
+    job = job_on(detected, config, plan, train_tokens)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))
     return device_memory(
         job,
         hardware.load(),
         MEMORY_TARGET,
-        is_cpu=seen.is_cpu,
-        # Of offloaded weights nobody has counted what a GPU holds: at most what it holds of others.
-        available=None if config.system.fsdp_offload else seen.free_memory(ranks),
+        is_cpu=detected.is_cpu,
+        # What a GPU holds of offloaded weights is not counted; it is at most what it holds without offloading.
+        available=None if config.system.fsdp_offload else detected.free_memory(ranks),
     )
 
 
 def describe_memory(need: MemoryNeed) -> str:
-    """Write it for people, with what would fit if it does not."""
+    """Return the need as text, with what would fit if it does not."""
     text = f"{need.needed / GIB:.1f} GiB for each rank"
     if need.available is None:
         return text
@@ -87,7 +89,7 @@ def describe_memory(need: MemoryNeed) -> str:
 
 
 def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
-    """Reject a model whose weights alone no amount of waiting fits into a CPU's memory; a GPU says so itself.
+    """Reject a model whose weights, gradients and optimizer state exceed a CPU's memory; a GPU reports that itself.
 
     Raises: ConfigError.
     """
@@ -104,15 +106,15 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
         )
 
 
-def job_on(seen: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
+def job_on(detected: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
     """Return the job of a start of the trainer on this machine."""
     dtype = config.system.dtype
     return Job.of_run(
         config,
         plan,
         train_tokens=train_tokens,
-        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and seen.native_bf16) else "fp32",
-        compiled=compiles(config.system, on_gpu=not seen.is_cpu, max_steps=plan.max_steps),
+        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and detected.native_bf16) else "fp32",
+        compiled=compiles(config.system, on_gpu=not detected.is_cpu, max_steps=plan.max_steps),
     )
 
 
@@ -143,8 +145,8 @@ def choose_settings(
         )
         chosen |= _preset_settings(wanted.preset, wanted, job)
     if wanted.find_mini_batch or wanted.fit_schedule:
-        seen = _look(config.system)
-        here = job_on(seen, config, plan, train_tokens)
+        detected = detect_hardware(device=config.system.device)
+        here = job_on(detected, config, plan, train_tokens)
         if wanted.find_mini_batch:
             found = measuring.find_batch_size(
                 here,
@@ -152,28 +154,24 @@ def choose_settings(
                 max_batch=MAX_BATCH,
                 memory_bytes=min((some for some in memory if some is not None), default=None),
                 target=MEMORY_TARGET,
-                on_gpu=not seen.is_cpu,
+                on_gpu=not detected.is_cpu,
             )
             chosen["mini_batch_size"] = int(found["mini_batch_size"])
         if wanted.fit_schedule:
-            chosen["max_steps"] = _steps_in_window(here, seen, run_dir.parent)
+            chosen["max_steps"] = _steps_in_window(here, detected, run_dir.parent)
     return chosen
 
 
-def _look(system: SystemConfig) -> DetectedHardware:
-    return DetectedHardware(()) if system.device == "cpu" else look()
-
-
-def _steps_in_window(job: Job, seen: DetectedHardware, checkpoint_dir: Path) -> int:
+def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:
     hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
     known = hardware.load()
-    on, ratios = calibration.this_machine(seen, known, calibration.read(checkpoint_dir), job)
+    on, ratios = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
-            "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
-            f"gpt2lab estimate --measure --model {job.config.model.model}"
+            "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed it; "
+            f"first run gpt2lab estimate --measure --model {job.config.model.model}"
         )
     steps = steps_that_fit(
         job,
@@ -236,7 +234,7 @@ def _on_card(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
 
 
 def _largest_fitting(ways: list[Estimate], name: str) -> Job:
-    """Return the job with the largest micro-batch that fits the card, in the cheapest mode that has room enough.
+    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences.
 
     Raises: ConfigError if not even one sequence fits.
     """
@@ -254,11 +252,11 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:
-    seen = look().gpus
-    if not seen:
+    detected = detect_hardware().gpus
+    if not detected:
         say(f"warning: --preset {name}, but this machine shows no GPU")
-    elif known.recognise(seen[0].name) != gpu:
+    elif known.recognise(detected[0].name) != gpu:
         say(
-            f"warning: --preset {name} is for {gpu.name}, and this machine has {seen[0].name}; "
+            f"warning: --preset {name} is for {gpu.name}, and this machine has {detected[0].name}; "
             f"--mini_batch_size auto finds what fits"
         )

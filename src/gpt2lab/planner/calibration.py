@@ -23,10 +23,10 @@ from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import machine, timing
-from gpt2lab.planner.hardware import Hardware
+from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, Machine
-from gpt2lab.planner.timing import Measured, Rates, fit, work
+from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from gpt2lab.runs.history import Log, stall_of
 
 FILE = "calibration.jsonl"
@@ -36,8 +36,8 @@ SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}  # of singl
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What two runs must share for the speed of one to predict the other's."""
+class MachineKind:
+    """What two runs must have in common for the speed of one to predict that of the other."""
 
     device: str
     world: int
@@ -61,43 +61,24 @@ def record_of(
     source: str,
     fewest: int = MIN_STEPS + 2,
 ) -> dict[str, Any] | None:
-    """Return the calibration line of a run's last start, or None if it took too few steps to say anything.
+    """Return the calibration line of a run's last start, or None if it took too few steps.
 
-    `environment` as in run.json, `config` as in config.json; `others`: the share of the machine in other hands.
+    `environment` as in run.json, `config` as in config.json; `others`: share of the machine that other programs used.
     """
     taken, elapsed = log.last_start("step_seconds"), log.last_start("elapsed_seconds")[:1]
     if len(taken) < fewest or np.isnan(elapsed).any():
         return None
-    # The first step compiles, the second may still touch fresh memory.
-    later = taken[2:]
-    step = mean_step(later)
-    tokens = config["total_batch_size"]
-    micro = environment["mini_batch_size"]
-    evals, scored, saves = (
-        [
-            e
-            for e in log.of_kind(kind)
-            if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0
-        ]
-        for kind in ("eval", "hellaswag", "checkpoint")
+    step = mean_step(taken[2:])  # the first step compiles, the second may still touch fresh memory
+    tokens, micro, world = (
+        config["total_batch_size"],
+        environment["mini_batch_size"],
+        environment["world_size"],
     )
-    world = environment["world_size"]
-    ratios = {"compile": max(0.0, float(taken[0]) - step)}
-    token = step / (tokens / world)
-    if evals:
-        ratios["eval"] = statistics.median(
-            e["seconds"] / (e["val_tokens"] / world) / token for e in evals
-        )
-    if scored:
-        texts = 2 if config.get("hellaswag_metrics", "all") == "all" else 1
-        ratios["hellaswag"] = statistics.median(
-            e["seconds"] / (e["n"] / world) / texts / token for e in scored
-        )
-    if saves:
-        ratios["checkpoint"] = statistics.median(
-            e["bytes"] / (stall_of(e) or math.inf) for e in saves
-        )
-    ratios["start"] = max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step())
+    ratios = {
+        "compile": max(0.0, float(taken[0]) - step),
+        **_event_ratios(log, config, token_seconds=step / (tokens / world), world=world),
+        "start": max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step()),
+    }
     cpu = np.nan_to_num(log.last_start("cpu_seconds")[2:])
     return {
         "time": float((log.last_step() or {})["time"]),
@@ -113,13 +94,37 @@ def record_of(
         "parallel": config.get("parallel", "ddp") if world > 1 else "ddp",
         "optimizer": config.get("optimizer", "adamw"),
         "accumulation": tokens // config["context_length"] // world // micro,
-        "steps": len(later),
+        "steps": len(taken) - 2,
         "step_seconds": step,
         "cpu_seconds": mean_step(cpu) if cpu.all() else None,
         "peak_memory": int(np.nanmax(log.last_start("peak_memory_bytes"))),
         "ratios": ratios,
         "others": others,
     }
+
+
+def _event_ratios(
+    log: Log, config: Mapping[str, Any], *, token_seconds: float, world: int
+) -> dict[str, float]:
+    """Return the median cost of each kind of event in the last start, as `estimate.event_costs` takes it.
+
+    `token_seconds`: of training on one token, on one rank.
+    """
+    evals, scored, saves = (
+        [
+            e
+            for e in log.of_kind(kind)
+            if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0
+        ]
+        for kind in ("eval", "hellaswag", "checkpoint")
+    )
+    texts = 2 if config.get("hellaswag_metrics", "all") == "all" else 1
+    measured = {
+        "eval": [e["seconds"] / (e["val_tokens"] / world) / token_seconds for e in evals],
+        "hellaswag": [e["seconds"] / (e["n"] / world) / texts / token_seconds for e in scored],
+        "checkpoint": [e["bytes"] / (stall_of(e) or math.inf) for e in saves],
+    }
+    return {kind: statistics.median(values) for kind, values in measured.items() if values}
 
 
 def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
@@ -132,7 +137,7 @@ def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
-    """Return the usable lines, oldest first; torn or edited lines are skipped."""
+    """Return the usable lines, oldest first; incomplete or edited lines are skipped."""
     path = checkpoint_dir / FILE
     if not path.is_file():
         return []
@@ -149,7 +154,7 @@ def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
 
 
 def calibrate(
-    prior: Rates, records: Sequence[Mapping[str, Any]], kind: Kind, *, spread: float
+    prior: Rates, records: Sequence[Mapping[str, Any]], kind: MachineKind, *, spread: float
 ) -> tuple[Rates, dict[str, float]]:
     """Return rates fitted to this kind of machine's records, and the cost ratios of its events."""
     mine = [
@@ -163,7 +168,7 @@ def calibrate(
     ]
     quiet = [record for record in mine if (record.get("others") or 0.0) <= machine.BUSY]
     used = (quiet or mine)[-200:]
-    rates = fit(prior, [_measured(record) for record in used], spread=spread)
+    rates = fit_rates(prior, [_measured(record) for record in used], spread=spread)
     ratios: dict[str, float] = {}
     for name in ("eval", "hellaswag", "checkpoint", "compile", "start"):
         values = [r["ratios"][name] for r in used if r.get("ratios", {}).get(name) is not None]
@@ -172,7 +177,7 @@ def calibrate(
     return rates, ratios
 
 
-def _measured(record: Mapping[str, Any]) -> Measured:
+def _measured(record: Mapping[str, Any]) -> MeasuredStep:
     sizes = {name: record[name] for name in SIZES}
     options = {name: record[name] for name in ARCHITECTURE if name in record}  # older lines: none
     model = ModelConfig(**{**options, **sizes})
@@ -188,11 +193,11 @@ def _measured(record: Mapping[str, Any]) -> Measured:
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError("step_seconds")
     noisy = (record.get("others") or 0.0) > machine.BUSY
-    return Measured(amount, seconds, sigma=0.3 if noisy else 0.05)
+    return MeasuredStep(amount, seconds, sigma=0.3 if noisy else 0.05)
 
 
 def this_machine(
-    seen: DetectedHardware,
+    detected: DetectedHardware,
     hardware: Hardware,
     records: Sequence[Mapping[str, Any]],
     job: Job,
@@ -206,39 +211,28 @@ def this_machine(
 
     Raises: NoSourceError for a GPU that neither hardware.json nor a run knows.
     """
-    on_cpu, world_size = seen.is_cpu and device is None, job.world_size
+    on_cpu, world_size = detected.is_cpu and device is None, job.world_size
     if on_cpu:
         name, gpu = processor.cpu_name(), None
         available = machine.available_memory()
         memory = available / world_size if available else None
         title = f"this machine's CPU, {processor.cores()} cores"
     else:
-        name = device or seen.gpus[0].name
+        name = device or detected.gpus[0].name
         gpu = hardware.recognise(name)
-        memory = seen.gpus[0].memory_free if seen.gpus else (gpu.memory_bytes if gpu else None)
+        memory = (
+            detected.gpus[0].memory_free if detected.gpus else (gpu.memory_bytes if gpu else None)
+        )
         title = name if world_size == 1 else f"{world_size} x {name}"
     used = (threads or _threads(world_size)) if on_cpu else None
-    kind = Kind(name, world_size, used, job.dtype, job.compiled, job.parallel)
-    same = [record for record in records if record.get("device") == name]
+    kind = MachineKind(name, world_size, used, job.dtype, job.compiled, job.parallel)
     if on_cpu:
-        cores = min(used or 1, processor.cores())
-        speed = cores * machine.core_flops()
-        prior = timing.processor(speed, hardware, bf16=job.dtype == "bf16" and seen.native_bf16)
-        note = (
-            f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
+        prior, note = _cpu_prior(
+            hardware, used or 1, bf16=job.dtype == "bf16" and detected.native_bf16
         )
-    elif gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
-        prior = timing.roofline(gpu, hardware, compiled=job.compiled)
-        note = f"hardware.json version {hardware.version}"
-    elif same:
-        reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
-        prior = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
-        note = "no data sheet known"
     else:
-        raise NoSourceError(
-            f"gpu {name!r} is not in hardware.json and no run of it was measured here: "
-            f"gpt2lab estimate --measure"
-        )
+        is_measured = any(record.get("device") == name for record in records)
+        prior, note = _gpu_prior(name, gpu, hardware, job, is_measured=is_measured)
     rates, ratios = calibrate(prior, records, kind, spread=SPREAD[prior.source])
     if prior.source == "unknown" and not rates.observations:
         raise NoSourceError(
@@ -260,6 +254,34 @@ def this_machine(
         ),
         ratios,
     )
+
+
+def _cpu_prior(hardware: Hardware, threads: int, *, bf16: bool) -> tuple[Rates, str]:
+    """Return the rates of this processor before any run was measured, and their source in words."""
+    cores = min(threads, processor.cores())
+    speed = cores * machine.core_flops()
+    note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
+    return timing.processor(speed, hardware, bf16=bf16), note
+
+
+def _gpu_prior(
+    name: str, gpu: Gpu | None, hardware: Hardware, job: Job, *, is_measured: bool
+) -> tuple[Rates, str]:
+    """Return a GPU's rates before any run like the job was measured, and their source in words.
+
+    Raises: NoSourceError if neither hardware.json nor a measured run knows the GPU.
+    """
+    if gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
+        rates = timing.roofline(gpu, hardware, compiled=job.compiled)
+        return rates, f"hardware.json version {hardware.version}"
+    if not is_measured:
+        raise NoSourceError(
+            f"gpu {name!r} is not in hardware.json and no run on it was measured here: "
+            f"gpt2lab estimate --measure"
+        )
+    reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
+    rates = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
+    return rates, "no data sheet known"
 
 
 def _threads(world_size: int) -> int:

@@ -25,7 +25,7 @@ from gpt2lab.training.progress import Interval, total
 if TYPE_CHECKING:
     from gpt2lab.planner.ladder import Ladder
 
-MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula does not know
+MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula leaves out
 EVENTS = ("eval", "sample", "hellaswag", "checkpoint")
 
 
@@ -44,7 +44,7 @@ class Estimate:
     breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
     seconds: Interval
     cost: Cost | None
-    loss: Interval | None  # None where the scaling law says nothing
+    loss: Interval | None  # None where the scaling law does not apply
     mfu: float | None
     ladder: Ladder | None = None  # that the loss is from, else the public law
 
@@ -61,13 +61,9 @@ def estimate(
     *,
     ratios: Mapping[str, float] | None = None,
     price: float | None = None,
-    kwh: float | None = None,
     memory_target: float = MEMORY_TARGET,
 ) -> Estimate:
-    """Predict a job on a machine.
-
-    `price`: US dollars for one GPU-hour instead of the list's; `kwh`: for owned hardware, the price of a kilowatt-hour.
-    """
+    """Predict a job on a machine; `price`: US dollars for one GPU-hour instead of the listed price."""
     step, sigma, unhidden = step_time(job, machine)
     costs = event_costs(job, machine, hardware, ratios=ratios)
     breakdown = {
@@ -92,7 +88,7 @@ def estimate(
         costs=costs,
         breakdown=breakdown,
         seconds=seconds,
-        cost=cost_of_run(machine, seconds, price=price, kwh=kwh),
+        cost=cost_of_run(machine, seconds, price=price),
         loss=loss_of(job) if job.is_gpt2 else None,
         mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world_size),
     )
@@ -183,7 +179,7 @@ GUESS, MEASURED = 0.5, 0.1
 
 @dataclass(frozen=True)
 class EventCosts:
-    """Seconds of one event of each kind; those in `measured` were seen on this machine."""
+    """Seconds of one event of each kind; those in `measured` were timed on this machine."""
 
     seconds: Mapping[str, float]
     measured: frozenset[str]
@@ -252,7 +248,7 @@ class Cost:
     price_per_gpu_hour: float
     source: str
     date: str | None
-    kwh: float | None  # energy, where the cards' power is known
+    energy_kwh: float | None  # where the cards' power is known
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price is older than half a year."""
@@ -262,19 +258,13 @@ class Cost:
         return (today - datetime.date(*([*parts, 1, 1])[:3])).days > _OLD_AFTER_DAYS
 
 
-def cost_of_run(
-    machine: Machine, seconds: Interval, *, price: float | None, kwh: float | None
-) -> Cost | None:
-    """Return the cost of a run, or None where there is no price. `kwh`: own hardware, pay for power alone."""
+def cost_of_run(machine: Machine, seconds: Interval, *, price: float | None) -> Cost | None:
+    """Return the cost of a run, or None where there is no price."""
     gpu = machine.gpu
     energy = None
     if gpu is not None and gpu.watts is not None:
         energy = gpu.watts * machine.world_size * seconds.value / 3.6e6
-    if kwh is not None:
-        if gpu is None or gpu.watts is None:
-            return None
-        hourly, source, date = gpu.watts / 1000 * kwh, f"power at ${kwh:g} a kWh", None
-    elif price is not None:
+    if price is not None:
         hourly, source, date = price, "--price", None
     elif gpu is not None and gpu.usd_per_hour is not None:
         hourly, source, date = gpu.usd_per_hour, gpu.price_source or "", gpu.price_date
@@ -289,8 +279,8 @@ def cost_of_run(
 # L = E + A / N^ALPHA + B / D'^BETA with the constants that Besiroglu et al. 2024 (arXiv:2404.10102) refitted to
 # Hoffmann et al. Repeated data count for less: D' = U + 15.39 U (1 - e^(-(D/U - 1) / 15.39)), Muennighoff et al. 2023
 # (arXiv:2305.16264). For GPT-2 on FineWeb the law is too low: it says 3.01 for 124M on 10.26B tokens where llm.c's
-# public log ends at 3.272. The offset adds the difference; it moves with data and recipe, hence the band. It ranks
-# sizes and promises nothing. It holds for GPT-2's blocks and AdamW alone: for others no offset is known.
+# public log ends at 3.272. The offset adds the difference; it moves with data and recipe, hence the band. It is for
+# ranking sizes. It holds for GPT-2's blocks and AdamW alone: for others no offset is known.
 LAW = "besiroglu2024+offset"
 _E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 _FINEWEB_OFFSET = 0.27  # 3.272 (llm.c, 124M, 10.26B tokens of FineWeb) - 3.01
@@ -303,7 +293,7 @@ LOSS_FORMULA = (
 
 
 def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
-    """Return what `tokens` are worth if only `unique_tokens` of them differ."""
+    """Return how many unique tokens are worth as much as `tokens`, of which only `unique_tokens` differ."""
     if unique_tokens is None or tokens <= unique_tokens:
         return tokens
     repeats = tokens / unique_tokens - 1
@@ -311,14 +301,14 @@ def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
 
 
 def loss_of(job: Job) -> Interval | None:
-    """Return the predicted loss of a job; each source of a mixture wears out by its own repeats."""
+    """Return the predicted loss of a job; repeated tokens of a mixture are discounted source by source."""
     parts: list[tuple[int, int | None]] = [*job.tokens_by_source.values()]
     parts = parts or [(job.tokens, job.unique_tokens)]
     return predicted_loss(job.parameters, sum(effective_tokens(*part) for part in parts))
 
 
 def predicted_loss(parameters: int, tokens: float) -> Interval | None:
-    """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law says nothing."""
+    """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law does not apply."""
     if parameters < _SMALLEST or tokens < 1:
         return None
     value = _E + _A / parameters**_ALPHA + _B / tokens**_BETA + _FINEWEB_OFFSET

@@ -16,7 +16,7 @@ from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.plan import Plan
 
 
-class Forecast(Extension):
+class ForecastExtension(Extension):
     """Writes estimate.json at the start of a run, and compares it with the actual run at the end."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from gpt2lab.files import replace_durably
 from gpt2lab.planner import calibration, hardware, reports
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import DetectedHardware, look
+from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log, read_json
 
@@ -37,10 +37,10 @@ def write_forecast(
     from_pretrained: bool,
     say: Say,
 ) -> None:
-    """Write the forecast of a fresh run to its estimate.json, and say it.
+    """Write the forecast of a fresh run to its estimate.json, and log it.
 
-    A resumed run keeps the forecast of its beginning. A forecast that fails never stops a run. `environment` as in
-    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law says nothing.
+    A resumed run keeps its first forecast. A forecast that fails never stops a run. `environment` as in
+    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law does not apply.
     """
     path = run_dir / FILE
     if is_resumed and path.exists():
@@ -48,7 +48,7 @@ def write_forecast(
     try:
         known = hardware.load()
         machine, ratios = calibration.this_machine(
-            look() if on_gpu else DetectedHardware(()),
+            detect_hardware(device="auto" if on_gpu else "cpu"),
             known,
             calibration.read(run_dir.parent),
             job,
@@ -56,7 +56,9 @@ def write_forecast(
             threads=environment["threads"],
         )
         found = estimate(job, machine, known, ratios=ratios)
-        document = reports.as_json(found, profile_name=hardware.DEFAULT_PROFILE, window=None)
+        document = reports.estimate_as_json(
+            found, profile_name=hardware.DEFAULT_PROFILE, window=None
+        )
         if from_pretrained:
             document["loss"] = None
         replace_durably(path, json.dumps(document, indent=1) + "\n")
@@ -72,7 +74,7 @@ def score_forecast(
 ) -> None:
     """Compare a finished run with its forecast, and let the next forecast learn from it; never fails a run.
 
-    `others`: the share of the machine in other hands, unknown at a world size above 1.
+    `others`: the share of the machine that other programs used, unknown at a world size above 1.
     """
     with contextlib.suppress(OSError, GPT2LabError):
         log = history.read_log(run_dir)
@@ -147,7 +149,7 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
         }
         for source, runs in by_source.items()
     ]
-    document = reports.blank() | {"accuracy": {"summary": summary, "runs": rows}}
+    document = reports.blank_report() | {"accuracy": {"summary": summary, "runs": rows}}
     if not rows:
         none = (
             f"no finished run with a forecast in {checkpoint_dir}; a run writes one when it starts"
@@ -175,7 +177,7 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
 
 
 def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
-    """Add a run's line to the calibration file; a run that says too little adds none.
+    """Add a run's line to the calibration file; a run that is too short adds none.
 
     Raises: OSError.
     """

@@ -1,7 +1,7 @@
 """What is known of GPUs, links, prices and profiles: hardware.json, each number with its source and date. No torch.
 
 A user's own file, ~/.config/gpt2lab/hardware.json (or $XDG_CONFIG_HOME), merges over it. A GPU that neither knows is
-measured or an error, never guessed. A profile is a named way to trade speed, loss and memory; tokens per step and
+measured or an error, never guessed. A profile is a named trade-off between speed, loss and memory; tokens per step and
 learning rate are the same in all of them, so that their losses can be compared.
 """
 
@@ -75,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """One way to trade speed, loss and memory."""
+    """One trade-off between speed, loss and memory."""
 
     name: str
     about: str
@@ -129,7 +129,7 @@ class Hardware:
         )
 
     def recognise(self, device_name: str) -> Gpu | None:
-        """Return the card behind a driver's device name; None if it is not known for certain."""
+        """Return the card of a driver's device name; None if it is not known for certain."""
         tokens = set(re.split(r"[^a-z0-9]+", device_name.lower()))
         if tokens & _OTHER_CHIPS:
             return None
@@ -167,7 +167,7 @@ def load(user: Path | None = None) -> Hardware:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: not readable as hardware ({type(error).__name__}: {error}); "
-                f"write it like {SHIPPED.name}, or move it away"
+                f"use the format of {SHIPPED.name}, or move the file away"
             ) from None
     return _parse(document)
 
@@ -248,7 +248,7 @@ def profiles(hardware: Hardware) -> dict[str, Profile]:
 
 
 def advise_profile(unique_tokens: int, *, parameters: int, known: Collection[Profile]) -> str:
-    """Name the profile that a dataset of this size has text for.
+    """Name the profile that a dataset of this size has enough text for.
 
     Up to four passes over the same text teach nearly as much as new text would (Muennighoff et al. 2023,
     arXiv:2305.16264), so a profile is within reach if four passes give its tokens a parameter.

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gpt2lab.config import derived
 from gpt2lab.config.derived import (
     compiles_by_region,
     count_due,
@@ -222,22 +223,22 @@ class Job:
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
-    """Return the settings with a mini batch that `world_size` ranks can share, lowered only if nobody typed it.
+    """Return the settings with a mini batch that divides the share of each rank; a typed one is not lowered.
 
-    Raises: ConfigError if the batch does not divide.
+    Raises: ConfigError if the ranks cannot share the batch, or a typed mini batch does not divide their share.
     """
     batch, T = config.batch, config.model.context_length
     share, rest = divmod(batch.total_batch_size, T * world_size)
-    if rest or share == 0:
+    if rest or not share:
         nearest = max(1, round(batch.total_batch_size / (T * world_size))) * T * world_size
         raise ConfigError(
             f"total_batch_size {batch.total_batch_size} is not a multiple of context_length x world size = "
             f"{T} x {world_size}; nearest: {nearest}"
         )
-    size = mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
-    if typed and size != batch.mini_batch_size:
+    fitted, note = derived.fit_mini_batch(batch, context_length=T, world_size=world_size)
+    if typed and note is not None:
         raise ConfigError(
             f"mini_batch_size {batch.mini_batch_size} does not divide the {share} sequences of a rank in a step; "
-            f"try {size}"
+            f"try {fitted.mini_batch_size}"
         )
-    return override(config, {"mini_batch_size": size})
+    return dataclasses.replace(config, batch=fitted)

@@ -31,12 +31,12 @@ from gpt2lab.files import (
     replace_durably,
 )
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit
+from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit_law
 from gpt2lab.training.progress import Interval
 
 FILE, PREDICTION = "ladder.json", "prediction.json"
 _FORMAT = "gpt2lab-ladder/1"
-# What the jobs that a ladder speaks of must share with its rungs, besides the data: a size is what may differ.
+# Settings that a job must share with the ladder's rungs, besides the data; only sizes may differ.
 SHARED = (*OPTIONS, "context_length", "vocab_size", "optimizer")
 _RUNG = {"parameters": SIZE, "tokens": SIZE, "losses": list_of(NUMBER, "a list of numbers")}
 _PREDICTED = {
@@ -112,7 +112,7 @@ def read_ladder(folder: Path) -> Ladder:
     found = file.read() if file.path.exists() else {}
     if found.get("format") != _FORMAT:
         raise ConfigError(
-            f"{paths.display_path(folder)} holds no ladder that was fitted: "
+            f"{paths.display_path(folder)} contains no fitted ladder: "
             f"gpt2lab ladder fit FILE writes {FILE} there"
         )
     rules = {"name": TEXT, "settings": OBJECT, "rungs": list_of(OBJECT, "a list of objects")}
@@ -121,7 +121,7 @@ def read_ladder(folder: Path) -> Ladder:
     for row in found["rungs"]:
         file.check(row, _RUNG, where="rungs: ")
     rungs = [Rung(row["parameters"], row["tokens"], tuple(row["losses"])) for row in found["rungs"]]
-    return Ladder(found["name"], found["settings"], fit(rungs))
+    return Ladder(found["name"], found["settings"], fit_law(rungs))
 
 
 def find_ladder(name: str, checkpoint_dir: Path) -> Ladder:
@@ -135,7 +135,7 @@ def find_ladder(name: str, checkpoint_dir: Path) -> Ladder:
 
 
 def read_prediction(folder: Path) -> dict[str, Any] | None:
-    """Return what the top rung was predicted to come to, None if nothing was.
+    """Return the prediction for the top rung, None if there is none.
 
     Raises: ConfigError if the file is damaged.
     """
@@ -150,9 +150,9 @@ def read_prediction(folder: Path) -> dict[str, Any] | None:
 
 
 def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, Any]:
-    """Write what the top rung will come to, once; return it, or the one that is there.
+    """Write the prediction for the top rung, once; return it, or the existing one.
 
-    Raises: CheckError if the one that is there was made from other losses; ConfigError if it is damaged; OSError.
+    Raises: CheckError if the existing one was made from other losses; ConfigError if it is damaged; OSError.
     """
     path, inputs = folder / PREDICTION, inputs_hash(ladder.fit.rungs, ladder.settings)
     if (found := read_prediction(folder)) is not None:
@@ -160,7 +160,7 @@ def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, An
         if tuple(found.get(k) for k in ("inputs_sha256", "parameters", "tokens", "seeds")) != same:
             raise CheckError(
                 f"{paths.display_path(path)} was written at {found.get('written')} from other losses or for another "
-                f"top rung: a prediction is not changed; run the ladder in a new folder (--out)"
+                f"top rung; a prediction is never changed: run the ladder in a new folder (--out)"
             )
         return found
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -201,7 +201,7 @@ def score(prediction: Mapping[str, Any], losses: Sequence[float], begun: float) 
     }
 
 
-def as_json(
+def ladder_as_json(
     ladder: Ladder,
     *,
     names: Sequence[str],
@@ -235,7 +235,7 @@ def as_json(
 
 
 def _curves(ladder: Ladder, prediction: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return loss and band over tokens for each size, for the picture."""
+    """Return loss and interval over tokens for each size, for the plot."""
     rungs = ladder.fit.rungs
     tokens = [rung.tokens for rung in rungs]
     sizes = {rung.parameters for rung in rungs}

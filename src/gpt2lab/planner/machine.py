@@ -1,4 +1,4 @@
-"""What a run trains on: this machine as it can be seen without torch, its load, or a machine that is only named."""
+"""What a run trains on: this machine as detected without torch, and its load; or a card by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner.hardware import Gpu, Hardware, Link
 from gpt2lab.planner.timing import Rates, roofline
 
-BUSY = 0.10  # share of the machine in other hands from which a measurement is not to be trusted
+BUSY = 0.10  # share of the machine used by other programs from which a measurement is unreliable
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU as nvidia-smi sees it now."""
+    """One GPU as nvidia-smi reports it now."""
 
     index: int
     name: str
@@ -60,7 +60,7 @@ class DetectedHardware:
 
     @property
     def busiest_gpu(self) -> float:
-        """Return how busy the busiest GPU was before our own work, 0 to 1."""
+        """Return the utilization of the busiest GPU before our own work, 0 to 1."""
         return max((gpu.utilization or 0.0 for gpu in self.gpus), default=0.0) / 100
 
     def free_memory(self, ranks: int) -> float | None:
@@ -87,11 +87,13 @@ _QUERY = (
 )
 
 
-def look() -> DetectedHardware:
-    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process.
+def detect_hardware(*, device: str = "auto") -> DetectedHardware:
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process; none if `device` is cpu.
 
-    It sees none where there is no driver or no answer in five seconds.
+    There are none without a driver, or without an answer in five seconds.
     """
+    if device == "cpu":
+        return DetectedHardware(())
     text = smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     found: dict[str, GpuState] = {}  # by UUID
     for line in text.splitlines():
@@ -165,12 +167,12 @@ def _known(cell: str) -> str | None:
 
 
 def available_memory() -> float | None:
-    """Return the bytes that can be used without swapping, None where the system does not say."""
+    """Return the bytes that can be used without swapping, None if the system does not tell."""
     return _meminfo().get("MemAvailable")
 
 
 def total_memory() -> float | None:
-    """Return the bytes of memory and swap, None where the system does not say."""
+    """Return the bytes of memory and swap, None if the system does not tell."""
     found = _meminfo()
     return found["MemTotal"] + found.get("SwapTotal", 0.0) if "MemTotal" in found else None
 
@@ -194,7 +196,7 @@ def load_average() -> float:
 class Watch:
     """Counts the processor time of the machine and of this process with its finished children.
 
-    Where others use the processor, wall-clock times say nothing about an idle machine.
+    If other programs use the processor, wall-clock times do not predict those of an idle machine.
     """
 
     def __init__(self) -> None:
@@ -202,7 +204,7 @@ class Watch:
         self._began = self._read()
 
     def others(self) -> float | None:
-        """Return the share of all cores that others used since the start, 0 to 1; None where unknown."""
+        """Return the share of all cores that other programs used since the start, 0 to 1; None where unknown."""
         began, now = self._began, self._read()
         if began is None or now is None:
             return None
@@ -253,7 +255,7 @@ def named(
 ) -> Machine:
     """Return a machine of `gpus` cards in all on `nodes` nodes, at the rates of the card's roofline.
 
-    Raises: ConfigError for numbers that do not fit together, for a card without a rate, or without a known link.
+    Raises: ConfigError if the nodes cannot share the cards evenly, or for a card without a rate or a known link.
     """
     rates = roofline(gpu, hardware, compiled=compiled)
     if gpus % nodes:
@@ -267,7 +269,7 @@ def named(
         if name is None:
             unknown = f"gpu {gpu.name}: no measured all-reduce between its cards"
             raise ConfigError(
-                f"{unknown if nodes == 1 else f'nodes {nodes}'}: say what connects them with --interconnect; "
+                f"{unknown if nodes == 1 else f'nodes {nodes}'}: name the network with --interconnect; "
                 f"one of {', '.join(hardware.links)}"
             )
         link = hardware.link(name)

@@ -1,7 +1,6 @@
 """Measuring this machine: the trainer takes real steps in a subprocess and a temporary folder.
 
-`probe` times a machine, `find_batch_size` searches the mini batch that fits and is fast, `self_test` compares a
-forecast with a short run.
+`probe` times a machine, `find_batch_size` searches the mini batch that fits and is fast.
 """
 
 from __future__ import annotations
@@ -21,31 +20,32 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import fmt, paths
+from gpt2lab import paths
 from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import LEAVES, to_flat
+from gpt2lab.config.settings import LEAVES, override, to_flat
+from gpt2lab.config.settings_file import write_file
 from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
-from gpt2lab.planner import calibration, hardware, machine, reports
-from gpt2lab.planner.ask import EstimateRequest, Predictor
+from gpt2lab.planner import calibration, machine
 from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
+from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
-TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
+TOO_BUSY = 0.5  # share of the machine used by other programs from which no number is given
 FEWEST_STEPS = 4
 TRIAL_STEPS = 6  # of a size; the first two do not count
 STEP_SECONDS = 4.0  # longest step of a size that a search tries beyond the smallest
-_LIMIT_SECONDS = 600.0  # for the rest of a trial: start, compilation, the save at the end
+_LIMIT_SECONDS = 600.0  # of a trial for all but its steps: start, compilation, the save at the end
 _STOP_FILE = "STOP"  # ends a run after its step (training/control.py)
-_LOOK_EVERY = 0.5  # seconds between looks at a trial
+_POLL_SECONDS = 0.5  # between looks at a trial
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -81,28 +81,29 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(
-    ask: EstimateRequest, predictor: Predictor, profile: Profile
+    request: EstimateRequest, predictor: Predictor, profile: Profile
 ) -> tuple[EstimateRequest, dict[str, Any] | None]:
-    """Search the mini batch and time this machine, as asked; return the flags to answer now, and the search.
+    """Search the mini batch and time this machine, as requested; return the request to answer then, and the search.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
     search = None
-    if ask.find_batch_size:
-        job, seen = predictor.job(profile), predictor.seen
+    if request.find_batch_size:
+        job = predictor.job(profile)
         search = find_batch_size(
             job,
-            ask.folder(),
-            max_batch=ask.max_batch,
-            memory_bytes=seen.free_memory(job.world_size),
+            request.folder(),
+            max_batch=request.max_batch,
+            memory_bytes=predictor.detected.free_memory(job.world_size),
             target=profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
-        ask = dataclasses.replace(ask, mini_batch_size=search["mini_batch_size"])
-        predictor = Predictor(ask, predictor.hardware)
-    if ask.measure:
-        probe(predictor, profile, seconds=ask.seconds)
-    return dataclasses.replace(ask, measure=False, find_batch_size=False), search
+        found = {"mini_batch_size": search["mini_batch_size"]}
+        request = dataclasses.replace(request, **found)
+        predictor = Predictor(request, predictor.hardware)
+    if request.measure:
+        probe(predictor, profile, seconds=request.seconds)
+    return dataclasses.replace(request, measure=False, find_batch_size=False), search
 
 
 def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
@@ -110,8 +111,8 @@ def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    job, folder, accumulation = predictor.job(profile), predictor.ask.folder(), 1
-    with contextlib.suppress(NoSourceError):  # an unknown GPU is a reason to measure
+    job, folder, accumulation = predictor.job(profile), predictor.request.folder(), 1
+    with contextlib.suppress(NoSourceError):  # an unknown GPU has to be measured
         micro = predictor.predict(job, profile).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")
@@ -122,10 +123,10 @@ def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
         )
     if len(trial.steps) < FEWEST_STEPS:
         raise NoSourceError(
-            f"only {len(trial.steps)} steps in {seconds:.0f} s: too few to go by; raise --seconds or lower "
+            f"only {len(trial.steps)} steps in {seconds:.0f} s: too few to measure; raise --seconds or lower "
             f"--mini_batch_size"
         )
-    on_cores, on_gpus = trial.others or 0.0, predictor.seen.busiest_gpu
+    on_cores, on_gpus = trial.others or 0.0, predictor.detected.busiest_gpu
     others = max(on_cores, on_gpus)
     busy = f"others used {others:.0%} of its {'cores' if on_cores >= on_gpus else 'GPU'}"
     if others > TOO_BUSY:
@@ -152,6 +153,42 @@ def with_accumulation(job: Job, accumulation: int) -> Job:
     return job.with_settings(total_batch_size=accumulation * job.micro_batch * T * job.world_size)
 
 
+class _Trials:
+    """Trials of a job's mini batches, each run once."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._folder = job, folder
+        self.by_size: dict[int, Trial] = {}
+
+    def run(self, size: int) -> Trial:
+        """Return the trial of a mini batch.
+
+        Raises: NoSourceError if it was too short; ConfigError if the trainer fails.
+        """
+        if size not in self.by_size:
+            say(f"trying mini_batch_size {size} ...")
+            trial = run_trial(trial_job(self._job, size), self._folder, steps=TRIAL_STEPS)
+            if trial.tokens_per_second is None and not trial.out_of_memory:
+                raise NoSourceError(
+                    f"mini_batch_size {size}: the trial took {len(trial.steps)} of {TRIAL_STEPS} steps, too few to "
+                    f"measure its speed; give --mini_batch_size a number"
+                )
+            self.by_size[size] = trial
+        return self.by_size[size]
+
+    def fits(self, size: int) -> bool:
+        """Tell whether a mini batch fits the memory."""
+        return not self.run(size).out_of_memory
+
+    def rates(self, sizes: list[int]) -> dict[int, float]:
+        """Return tokens/s of those of `sizes` that were tried and fit."""
+        return {
+            size: trial.tokens_per_second or 0.0
+            for size, trial in self.by_size.items()
+            if size in sizes and not trial.out_of_memory
+        }
+
+
 def find_batch_size(
     job: Job,
     folder: Path,
@@ -167,56 +204,22 @@ def find_batch_size(
 
     Raises: NoSourceError if not even one sequence fits, or a trial was too short; ConfigError if the trainer fails.
     """
-    sizes = mini_batch_sizes(job.sequences, at_most=max_batch)
-    trials: dict[int, Trial] = {}
-
-    def attempt(size: int) -> Trial:
-        if size not in trials:
-            say(f"trying mini_batch_size {size} ...")
-            trial = run_trial(trial_job(job, size), folder, steps=TRIAL_STEPS)
-            if trial.tokens_per_second is None and not trial.out_of_memory:
-                raise NoSourceError(
-                    f"mini_batch_size {size}: the trial took {len(trial.steps)} of {TRIAL_STEPS} steps, which is no "
-                    f"measure of its speed; give --mini_batch_size a number"
-                )
-            trials[size] = trial
-        return trials[size]
-
-    def trial_bytes(size: int) -> int:
-        return trial_job(job, size).memory(on_gpu=on_gpu).tensors
-
-    if attempt(sizes[0]).out_of_memory:
+    sizes, trials = mini_batch_sizes(job.sequences, at_most=max_batch), _Trials(job, folder)
+    if not trials.fits(sizes[0]):
         raise NoSourceError(
             "not even one sequence at a time fits this machine's memory; use a smaller model or context"
         )
     fitting, line = sizes, None
-    if len(sizes) > 1 and memory_bytes is not None and not attempt(sizes[1]).out_of_memory:
-        small, large = sizes[:2]
-        slope = (trials[large].peak_memory - trials[small].peak_memory) / (large - small)
-        # A small step may need less than starting did; the closed form is the floor of the slope.
-        slope = max(slope, trial_bytes(2) - trial_bytes(1))
-        offset = trials[small].peak_memory - slope * small
-        line = {"bytes_at_0": offset, "bytes_per_sequence": slope}
-
-        def run_bytes(size: int) -> float:
-            """Return the bytes of the run: unlike a trial it accumulates, and has all its ranks."""
-            in_run = job.memory(on_gpu=on_gpu, micro_batch=size).tensors
-            return offset + slope * size + in_run - trial_bytes(size)
-
-        fitting = [n for n in sizes if run_bytes(n) <= target * memory_bytes] or sizes[:1]
+    if len(sizes) > 1 and memory_bytes is not None and trials.fits(sizes[1]):
+        fitting, line = _fitting_sizes(job, sizes, trials, target * memory_bytes, on_gpu=on_gpu)
     top = _within_time(job, fitting, trials)[-1]
-    while attempt(top).out_of_memory and top > sizes[0]:
+    while not trials.fits(top) and top > sizes[0]:
         top = max(n for n in fitting if n < top)
     lower = (max((n for n in fitting if n <= top / part), default=fitting[0]) for part in (2, 4))
     for n in sorted({top, *lower}):
-        attempt(n)
-    rates = {
-        n: t.tokens_per_second or 0.0
-        for n, t in trials.items()
-        if n in fitting and not t.out_of_memory
-    }
-    best = max(rates.values())
-    chosen = min(n for n, rate in rates.items() if rate >= 0.99 * best)
+        trials.run(n)
+    rates = trials.rates(fitting)
+    chosen = min(n for n, rate in rates.items() if rate >= 0.99 * max(rates.values()))
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
         "mini_batch_size": chosen,
@@ -224,6 +227,31 @@ def find_batch_size(
         "tokens_per_second": {str(n): rate for n, rate in sorted(rates.items())},
         "memory_line": line,
     }
+
+
+def _fitting_sizes(
+    job: Job, sizes: list[int], trials: _Trials, budget: float, *, on_gpu: bool
+) -> tuple[list[int], dict[str, float]]:
+    """Return the sizes whose predicted memory is within `budget` bytes, and the line through the two smallest.
+
+    A run needs more than a trial: it accumulates, and has all its ranks. The closed form adds the difference.
+    """
+
+    def trial_bytes(size: int) -> int:
+        return trial_job(job, size).memory(on_gpu=on_gpu).tensors
+
+    small, large = sizes[:2]
+    peaks = [trials.run(size).peak_memory for size in (small, large)]
+    # A small step may need less than the start of the run; the closed form is the floor of the slope.
+    slope = max((peaks[1] - peaks[0]) / (large - small), trial_bytes(2) - trial_bytes(1))
+    offset = peaks[0] - slope * small
+
+    def run_bytes(size: int) -> float:
+        in_run = job.memory(on_gpu=on_gpu, micro_batch=size).tensors
+        return offset + slope * size + in_run - trial_bytes(size)
+
+    fitting = [n for n in sizes if run_bytes(n) <= budget] or sizes[:1]
+    return fitting, {"bytes_at_0": offset, "bytes_per_sequence": slope}
 
 
 def trial_job(job: Job, size: int) -> Job:
@@ -235,27 +263,28 @@ def trial_job(job: Job, size: int) -> Job:
     return with_accumulation(alone, 1)
 
 
-def _within_time(job: Job, sizes: list[int], trials: dict[int, Trial]) -> list[int]:
+def _within_time(job: Job, sizes: list[int], trials: _Trials) -> list[int]:
     """Leave out sizes with steps longer than STEP_SECONDS: on a slow device larger is not faster."""
-    rate = max(trial.tokens_per_second or 0.0 for trial in trials.values())
+    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
     most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
     return [n for n in sizes if n <= most] or sizes[:1]
 
 
 def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: int = 10**6) -> Trial:
-    """Run the trainer on this job for so many steps, or so long, and return what it logged.
+    """Train this job for so many steps, or so long, and return what the trainer logged.
 
     Raises: ConfigError with the trainer's own line if it fails; NoSourceError if it does not stop.
     """
     with _scratch_folder(folder) as place:
-        data = data_for(job.config, place)
-        launcher = [sys.executable]
+        command = [sys.executable]
         if job.world_size > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += [f"--nproc_per_node={job.world_size}"]
-        command = [*launcher, *paths.trainer("train")]
-        command += _trial_flags(job, place, data, seconds=seconds, steps=steps)
-        watch, run_dir = Watch(), place / "probe"
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={job.world_size}"]
+        command += [*paths.trainer("train"), "--config"]
+        command += [str(write_trial(job, place, seconds=seconds, steps=steps))]
+        if seconds is None:
+            command += ["--stop_after_steps", str(steps)]
+        watch, run_dir = Watch(), place / _RUN
         code, out, err = _run_for(command, run_dir, seconds)
         others = watch.others()
         exhausted = code in (-9, 137) or any(sign in err + out for sign in _OUT_OF_MEMORY)
@@ -288,7 +317,7 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    out, err = process.communicate(timeout=_LOOK_EVERY)
+                    out, err = process.communicate(timeout=_POLL_SECONDS)
                     return process.returncode, out, err
                 now = time.monotonic()
                 if now > limit:
@@ -325,153 +354,48 @@ def _without_process_group() -> dict[str, str]:
     return {name: value for name, value in others.items() if not name.startswith("TORCHELASTIC")}
 
 
-def data_for(config: Config, place: Path) -> list[str]:
-    """Return the flags of the job's data where they are, else of shards of random ids: content does not change time."""
+def data_for(config: Config, place: Path) -> dict[str, tuple[str, ...]]:
+    """Return the settings of the job's data if it is there, else of shards of random ids, which take as long."""
     folders = [paths.from_repository(folder) for folder in read_sources(config.data).folders]
     if all((f / MANIFEST).exists() or any(f.glob("*_train_*.npy")) for f in folders):
         words = normal_words("data_dir", config.data.data_dir, paths.from_repository)
-        later = config.data.data_weights_at
-        return ["--data_dir", *words, *(["--data_weights_at", *later] if later else [])]
+        return {"data_dir": words, "data_weights_at": config.data.data_weights_at}
     made = place / "data"
     made.mkdir()
-    limit = min(config.model.vocab_size, GPT2.size)  # as such a folder counts
+    limit = min(config.model.vocab_size, GPT2.size)  # of ids in a folder without a manifest
     draw = np.random.RandomState(0)
     val = 64 * config.model.context_length + 1
     train = min(max(4 * config.batch.total_batch_size + 1, val), 2**24)
     for split, count in (("train", train), ("val", val)):
         ids = draw.randint(0, limit, count).astype(np.uint16)
         np.save(made / f"random_{split}_000000.npy", ids)
-    return ["--data_dir", str(made)]
+    return {"data_dir": (str(made),), "data_weights_at": ()}
 
 
-# Settings that decide what a step computes, and how; those of the model besides. The learning rate does not.
+# Settings that decide what a step computes, and how, besides those of the model. The learning rate does not.
 _OF_A_STEP = (
-    *("total_batch_size", "mini_batch_size", "optimizer", "grad_clip"),
-    *(
-        "device",
-        "residual_dtype",
-        "attention",
-        "parallel",
-        "activation_checkpointing",
-        "ddp_bucket_mb",
-    ),
-    *("fsdp_param_dtype", "fsdp_offload", "reduce", "deterministic"),
+    *("total_batch_size", "mini_batch_size", "optimizer", "grad_clip", "device", "residual_dtype"),
+    *("attention", "parallel", "activation_checkpointing", "ddp_bucket_mb", "fsdp_param_dtype"),
+    *("fsdp_offload", "reduce", "deterministic"),
 )
+_RUN = "probe"  # name of a trial's run
 
 
-def _flags_of(job: Job, place: Path, data: list[str], run_name: str, *names: str) -> list[str]:
-    """Return the trainer's flags for the job's model and steps, and for the settings in `names`."""
-    settings = to_flat(job.config) | {"model": "gpt2"}
+def write_trial(job: Job, place: Path, *, seconds: float | None, steps: int) -> Path:
+    """Write the settings file of a short run with few tokens to evaluate; one of `seconds` also times the disk."""
+    flat = to_flat(job.config)
     model = [name for name, (section, _) in LEAVES.items() if section == "model"]
-    flags = []
-    for name in (*model, *_OF_A_STEP, *names):
-        value = settings[name]
-        if name == "num_tokens" or value is False:  # the data decides; a switch that is off
-            continue
-        if name == "fsdp_param_dtype" and settings["parallel"] != "fsdp":
-            continue
-        flags.append(f"--{name}" if value is True else f"--{name}={value}")
-    flags += [*data, f"--checkpoint_dir={place}", f"--run_name={run_name}", f"--dtype={job.dtype}"]
-    return [*flags, f"--compile={'on' if job.compiled else 'off'}"]
-
-
-def _trial_flags(
-    job: Job, place: Path, data: list[str], *, seconds: float | None, steps: int
-) -> list[str]:
-    """Return the flags of a short run with few tokens to evaluate; one of `seconds` also times the disk."""
     tokens = job.micro_batch * job.config.model.context_length * job.world_size
-    flags = _flags_of(job, place, data, "probe")
-    flags += [f"--val_tokens={8 * tokens}", "--eval_freq=20", "--warmup_steps=1"]
-    flags += ["--sample_freq=0", "--checkpoint_freq=0", "--keep_checkpoints=1"]
-    flags += [f"--checkpoint_minutes={(seconds or 0.0) / 60 / 5}"]
-    flags += [f"--max_steps={max(steps, 10)}"]
-    return [*flags, f"--stop_after_steps={steps}"] if steps < 10**6 else flags
-
-
-# -- the self-test -----------------------------------------------------------------------------------------------
-
-SELF_TEST_STEPS = 120
-GOOD = (90.0, 110.0)  # percent of the actual time that the forecast may be
-
-
-def self_test(folder: Path) -> tuple[dict[str, Any], str, int]:
-    """Predict a run, train it with evaluations, checkpoints and a resume; return the comparison as JSON and as text.
-
-    The exit code is 0 if the forecast is good or the machine was not idle, else 1.
-
-    Raises: NoSourceError, ConfigError.
-    """
-    known, steps = hardware.load(), SELF_TEST_STEPS
-    folder.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(folder / "self-test") as place:
-        ask = EstimateRequest(
-            checkpoint_dir=place,
-            model="gpt2-micro",
-            mini_batch_size=8,
-            steps=str(steps),
-            eval_freq=40,
-            val_tokens=16_384,
-            checkpoint_freq=40,
-            sample_freq=0,
-            compile="off",
-        )
-        profile = hardware.find_profile(None, known)
-        probe(Predictor(ask, known), profile, seconds=15.0)
-        predictor = Predictor(ask, known)  # learned from the probe
-        job = predictor.job(profile)
-        found = predictor.predict(job, profile)
-        starts = 2  # the resume starts the program again
-        predicted = found.seconds.value + (starts - 1) * found.breakdown["start"].value
-        say(f"predicted {fmt.duration(predicted)}; training {steps} steps in two starts ...")
-        cadence = ("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq")
-        flags = _flags_of(job, place, data_for(job.config, place), "self", *cadence)
-        watch, began = Watch(), time.monotonic()
-        _train([*flags, f"--max_steps={steps}", f"--stop_after_steps={steps // 2}"])
-        _train([f"--checkpoint_dir={place}", "--run_name=self", "--resume=latest"])
-        actual = time.monotonic() - began
-        actual_parts = _parts(history.read_events(place / "self"), actual)
-        others = watch.others() or 0.0
-    parts = {name: part.value for name, part in found.breakdown.items() if name in actual_parts}
-    parts["start"] *= starts
-    accuracy = 100 * predicted / actual
-    is_idle = others <= machine.BUSY
-    good = GOOD[0] <= accuracy <= GOOD[1]
-    verdict = "good" if good else "NOT WITHIN 90-110 %"
-    if not is_idle:
-        verdict += f"; the machine was not idle: others used {others:.0%} of its cores"
-    load = machine.load_average()
-    found_out = {
-        **{"predicted_seconds": predicted, "actual_seconds": actual, "time_accuracy": accuracy},
-        **{"others": others, "foretold_parts": parts, "actual_parts": actual_parts},
-        **{"load_average": load, "good": good},
-    }
-    lines = [
-        f"predicted  {predicted:.1f} s for {steps} steps, 4 evaluations, 3 checkpoints, {starts} starts",
-        *(
-            f"  {name:<10} predicted {parts[name]:>6.1f} s, actual {seconds:>6.1f} s"
-            for name, seconds in actual_parts.items()
-        ),
-        f"actual     {actual:.1f} s, load average {load:.2f}",
-        f"accuracy   {accuracy:.1f} %: {verdict}",
-    ]
-    code = 0 if good or not is_idle else 1
-    return reports.blank() | {"self_test": found_out}, "\n".join(lines), code
-
-
-def _parts(events: list[dict[str, Any]], total: float) -> dict[str, float]:
-    """Return the seconds of the two starts by kind of work; the rest went into starting."""
-    parts = {"train": sum(e["step_seconds"] for e in events if e["event"] == "step")}
-    for kind in ("eval", "sample", "checkpoint"):
-        parts[kind] = sum(history.stall_of(e) or 0.0 for e in events if e["event"] == kind)
-    return parts | {"start": total - sum(parts.values())}
-
-
-def _train(flags: list[str]) -> None:
-    answer = subprocess.run(
-        [sys.executable, *paths.trainer("train"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=900,
+    config = override(
+        Config(),
+        {name: flat[name] for name in (*model, *_OF_A_STEP)}
+        | {"model": "gpt2", "dtype": job.dtype, "compile": "on" if job.compiled else "off"}
+        | data_for(job.config, place)
+        | {"checkpoint_dir": place, "run_name": _RUN, "max_steps": max(steps, 10)}
+        | {"val_tokens": 8 * tokens, "eval_freq": 20, "warmup_steps": 1, "sample_freq": 0}
+        | {"checkpoint_freq": 0, "keep_checkpoints": 1}
+        | {"checkpoint_minutes": (seconds or 0.0) / 60 / 5},
     )
-    if answer.returncode != 0:
-        raise ConfigError(f"the trainer failed in the self-test: {answer.stderr.strip()[-300:]}")
+    path = place / "trial.json"
+    write_file(path, config, leave_out=frozenset({"num_tokens"}))  # the data decides it
+    return path

@@ -116,38 +116,60 @@ class StepMemory:
     ) -> None:
         """Derive them from a run's settings; `recompute`: what the backward pass computes again.
 
-        `param_dtype`: what fsdp gathers the blocks' matrices in.
-
-        `fused_head`: the step is compiled for a GPU, so that the loss is computed without a log-softmax in memory.
+        `param_dtype`: what fsdp gathers the blocks' matrices in. `fused_head`: the step is compiled for a GPU, so that
+        the loss is computed without a log-softmax in memory.
 
         Gradients live through the forward pass when micro-batches accumulate, and always under DDP, where they are
         views of its buckets. Fine-tuning adds masks. With adapters the optimizer holds state for them alone; the
         formula does not count what adapters compute on the way.
         """
-        W, C, L, N = world_size, model.n_embd, model.n_layer, count_parameters(model)
-        self.L, self.N, self.world_size, self.bf16 = L, N, W, dtype == "bf16"
-        parallel = parallel if W > 1 else "ddp"
+        self.L, self.N, self.world_size = model.n_layer, count_parameters(model), world_size
+        self.bf16, self.recomputes, self.fused_head = (
+            dtype == "bf16",
+            recompute != "none",
+            fused_head,
+        )
+        parallel = parallel if world_size > 1 else "ddp"
         adapters = count_adapters(model, tuning) if tuning.lora_r else 0
         self.frozen = adapters > 0  # all but adapters
         self.gathers = parallel == "fsdp"  # weights are full only while they are needed
-        self.recomputes = recompute != "none"
-        self.fused_head = fused_head
-        self.tokens = tokens = micro_batch * model.context_length
-        # Elements: of a residual stream; of the logits; of C x C, of which a block has 12; of V x C; of one block.
-        self.residual, self.scores = tokens * C, tokens * model.vocab_size
-        self.matrix, self.vocab = C * C, model.vocab_size * C
-        self.in_block = count_block_parameters(model)
         # A block's matrices are gathered in bf16, so that autocast copies none; the rest of it counts as outside.
         self.gathers_bf16 = self.gathers and param_dtype == "bf16"
-        if self.gathers_bf16:
-            self.in_block = count_block_matrices(model)
-        self.weights = (2 if self.gathers_bf16 else 4) * self.in_block  # bytes of a full block
+        self._count_elements(model, micro_batch * model.context_length)
+        self._count_activations(model, accumulation, recompute, tuning)
+        self._count_state(model, optimizer, parallel, adapters)
+        self._count_gradients(accumulation, adapters)
+
+    def _count_elements(self, model: ModelConfig, tokens: int) -> None:
+        """Count elements: of a residual stream; of the logits; of C x C, of which a block has 12; of V x C; of a block.
+
+        And the bytes of a full block's weights, and of the copies that autocast makes of weights.
+        """
+        C = model.n_embd
+        self.tokens, self.residual, self.scores = tokens, tokens * C, tokens * model.vocab_size
+        self.matrix, self.vocab = C * C, model.vocab_size * C
+        count = count_block_matrices if self.gathers_bf16 else count_block_parameters
+        self.in_block = count(model)
+        self.weights = (2 if self.gathers_bf16 else 4) * self.in_block
+        copied = self.vocab if self.gathers_bf16 else count_matmul_parameters(model)
+        self.copies = 2 * copied if self.bf16 else 0
+
+    def _count_activations(
+        self,
+        model: ModelConfig,
+        accumulation: int,
+        recompute: ActivationCheckpointing,
+        tuning: TuningConfig,
+    ) -> None:
+        """Count what a block's backward needs, what the block keeps until then, and the inputs of the step.
+
+        A block keeps all, its input alone, or its matrix products and attention's logsumexp besides.
+        """
+        C, tokens = model.n_embd, self.tokens
         self.each = _BlockBytes(model, bf16=self.bf16, frozen=self.frozen)
         # With conversations each block keeps its own mask, a number for each pair of positions.
         masks = tuning.instructions is not None
         mask = (2 if self.bf16 else 4) * model.context_length if masks else 0
-        # What a block's backward needs, and what the block keeps until then: all, its input alone, or its matrix
-        # products and attention's logsumexp besides.
         self.block = tokens * (self.each.saved * C + self.each.saved_per_token + mask)
         products = tokens * ((20 if self.bf16 else 40) * C + 4 * model.n_head)
         self.kept_block = {
@@ -159,29 +181,34 @@ class StepMemory:
         # Of the step's token ids, and of RoPE's cosines and sines.
         self.inputs = 8 * tokens * accumulation + (rotation if model.positions == "rotary" else 0)
 
-        trained, share = adapters or N, W if self.gathers else 1
-        self.params = 4 * (N + adapters) // share  # that a rank always holds
-        self.around = around = 4 * (N - L * self.in_block)  # weights outside the blocks
+    def _count_state(
+        self, model: ModelConfig, optimizer: Optimizer, parallel: Parallel, adapters: int
+    ) -> None:
+        """Count the weights and the optimizer's state that a rank holds, and what an update adds to them."""
+        W, trained = self.world_size, adapters or self.N
+        share = W if self.gathers else 1
+        self.params = 4 * (self.N + adapters) // share  # that a rank always holds
+        self.around = 4 * (self.N - self.L * self.in_block)  # weights outside the blocks
         self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
-        muon = 12 * C * C * L if uses_muon(optimizer) else 0  # weights with one moment
+        muon = 12 * self.matrix * self.L if uses_muon(optimizer) else 0  # weights with one moment
         rows = count_rows(model) if optimizer == "normuon" else 0
-        self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W) + 4 * rows
+        updaters = 1 if parallel == "ddp" else W
+        self.optimizer = (8 * trained - 4 * muon) // updaters + 4 * rows
         # Of Muon: four times the matrices of one shape, a third of all; sharded, a rank's share of them.
-        self.rounds = 4 * 4 * muon // 3 // (1 if parallel == "ddp" else W)
-        # Gradients alive during the forward pass.
-        self.kept = self.shard if accumulation > 1 or (W > 1 and not self.gathers) else 0
-        if self.gathers and accumulation > 1 and not adapters:
-            # Gradients outside the blocks stay full until the last micro-batch.
-            self.kept += around - around // W
+        self.rounds = 4 * 4 * muon // 3 // updaters
         embedding = 0 if adapters else 4 * self.vocab
         # New weights that zero1 sends at once: of one optimizer.
         at_most = min(4 * max(muon, trained - muon), max(embedding, BUCKET_BYTES))
         self.sent = at_most if parallel == "zero1" else 0
-        # An fsdp buffer that the micro-batch before left.
+
+    def _count_gradients(self, accumulation: int, adapters: int) -> None:
+        """Count the gradients that are alive during the forward pass, and fsdp's buffer of the micro-batch before."""
+        W = self.world_size
+        self.kept = self.shard if accumulation > 1 or (W > 1 and not self.gathers) else 0
+        if self.gathers and accumulation > 1 and not adapters:
+            # Gradients outside the blocks stay full until the last micro-batch.
+            self.kept += self.around - self.around // W
         self.stale = 4 * self.in_block if accumulation > 1 else 0
-        self.copies = 2 * count_matmul_parameters(model) if self.bf16 else 0
-        if self.gathers_bf16:
-            self.copies = 2 * self.vocab
 
     def peak(self) -> Memory:
         """Return the largest of the moments at which memory can peak."""

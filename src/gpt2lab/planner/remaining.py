@@ -1,4 +1,4 @@
-"""The rest of a run that has begun, projected from its metrics. No torch."""
+"""The remaining time of a run that has begun, predicted from its metrics. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters, training_flops_per_token
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.reports import blank, describe_actual
+from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.history import read_json
@@ -64,13 +64,13 @@ def last_written_run(checkpoint_dir: Path) -> Path | None:
 
 
 def estimate_remaining(run_dir: Path) -> Remaining:
-    """Project the rest of a run from the pace of its last start and the cost of its events.
+    """Predict the rest of a run from the pace of its last start and the cost of its events.
 
     Raises: ConfigError if the folder is not a run that has begun, or its log does not match its config.json.
     """
     config, log = history.read_config(run_dir), history.read_log(run_dir)
     if not log:
-        raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
+        raise ConfigError(f"{run_dir}: has not begun to train; there is nothing to measure yet")
     begin = log.last_begin
     if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
@@ -79,7 +79,7 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     if begin["tokens_per_step"] != config.batch.total_batch_size:
         raise ConfigError(
             f"{run_dir}: {METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
-            f"{config.batch.total_batch_size}: a log from another config; restore the run's own files"
+            f"{config.batch.total_batch_size}: the log is of another config; restore the run's own files"
         )
     last_step, attempt = begin["max_steps"], log.last_attempt
     progress = Progress(last_step=last_step, frequencies=frequencies(config))
@@ -106,11 +106,11 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     )
 
 
-def describe(remaining: Remaining, now: float) -> str:
-    """Write the projection for people."""
+def describe_remaining(remaining: Remaining, now: float) -> str:
+    """Return the prediction as text."""
     rate, left = remaining.throughput, remaining.seconds
     done = f"{remaining.step:,} of {remaining.last_step:,} steps in {fmt.duration(remaining.elapsed_seconds)}"
-    speed = "n/a: a few steps more are needed"
+    speed = "n/a: needs a few more steps"
     if rate is not None:
         around = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"
         speed = f"{fmt.count(rate.value)} tok/s in the last start ({around})"
@@ -122,13 +122,13 @@ def describe(remaining: Remaining, now: float) -> str:
     if remaining.step >= remaining.last_step:
         return "\n".join([*lines, "remaining    nothing: the run is complete", *_score(remaining)])
     if left is None:
-        return "\n".join([*lines, "remaining    n/a: no steps of the last start to go by"])
+        return "\n".join([*lines, "remaining    n/a: the last start has too few steps"])
     lines.append(
         f"remaining    {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}, 80 %), "
         f"of it {fmt.duration(remaining.events_seconds)} evaluations, samples and checkpoints"
     )
     end = fmt.moment(now + left.value)
-    lines.append(f"finished     {end}, if it runs from now on without a pause")
+    lines.append(f"finished     {end}, if it runs without a pause from now on")
     tokens = remaining.config.batch.total_batch_size
     rows = [
         [
@@ -151,11 +151,11 @@ def _score(remaining: Remaining) -> list[str]:
     return [f"forecast     {describe_actual(actual)}"]
 
 
-def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
-    """Return the projection as one object; a part that is not known is null."""
+def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
+    """Return the prediction as one object; a part that is not known is null."""
     config, left, rate = remaining.config, remaining.seconds, remaining.throughput
     tokens = config.batch.total_batch_size
-    result = blank() | {
+    result = blank_report() | {
         "run": str(remaining.run_dir),
         "model": {
             "parameters": count_parameters(config.model),

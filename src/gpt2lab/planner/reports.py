@@ -1,4 +1,4 @@
-"""An estimate as a report: one screen for people, one JSON object, every formula with its numbers. No torch."""
+"""An estimate as a report: one screen of text, one JSON object, every formula with its numbers. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from gpt2lab.planner.estimate import (
     EVENTS,
     LAW,
     LOSS_FORMULA,
+    Cost,
     Estimate,
+    MemoryNeed,
     Window,
     loss_of,
     verdict,
@@ -52,7 +54,7 @@ def _title(estimate: Estimate) -> str:
 
 
 def _source(estimate: Estimate) -> str:
-    """Say where the speed comes from, and how far to trust it."""
+    """Say where the speed comes from, and how uncertain it is."""
     machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
     source = machine.rates.source
     priors = {
@@ -65,7 +67,7 @@ def _source(estimate: Estimate) -> str:
     return f"{'source':<12} {said}{hint}"
 
 
-def describe(
+def describe_estimate(
     estimate: Estimate,
     *,
     now: float,
@@ -163,7 +165,7 @@ def _money(estimate: Estimate) -> list[str]:
     if cost is None:
         return []
     dated = f", {cost.date}; --price changes it" if cost.date else ""
-    energy = f"; about {cost.kwh:,.0f} kWh" if cost.kwh else ""
+    energy = f"; about {cost.energy_kwh:,.0f} kWh" if cost.energy_kwh else ""
     bounds = f"{dollars(cost.usd.low)} ... {dollars(cost.usd.high)}"
     note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}){energy}"
     return [_row("cost", dollars(cost.usd.value), bounds, note)]
@@ -182,11 +184,11 @@ def _loss(estimate: Estimate) -> list[str]:
         own, note = estimate.loss, f"{estimate.ladder.note(job)}; {ratio}"
         return [_row("loss", f"{own.value:.3f}", f"{own.low:.3f} ... {own.high:.3f}", note)]
     if not job.is_gpt2:
-        said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"
-        return [_row("loss", "n/a", "", f"the law is of GPT-2 with AdamW{said}; {ratio}")]
+        said = "" if loss is None else f"; for that it predicts {loss.low:.2f} ... {loss.high:.2f}"
+        return [_row("loss", "n/a", "", f"the law holds for GPT-2 with AdamW{said}; {ratio}")]
     if loss is None:
-        return [_row("loss", "n/a", "", f"the scaling law begins at 40M parameters; {ratio}")]
-    note = f"FineWeb validation, to rank sizes, not a promise; {ratio}"
+        return [_row("loss", "n/a", "", f"the scaling law holds from 40M parameters up; {ratio}")]
+    note = f"FineWeb validation loss, for ranking sizes; {ratio}"
     return [_row("loss", f"{loss.value:.2f}", f"{loss.low:.2f} ... {loss.high:.2f}", note)]
 
 
@@ -222,13 +224,13 @@ KEYS = (
 )
 
 
-def blank() -> dict[str, Any]:
+def blank_report() -> dict[str, Any]:
     """Return an object with every key and nothing known."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return dict.fromkeys(KEYS) | {"schema": SCHEMA, "timestamp": now}
 
 
-def as_json(
+def estimate_as_json(
     estimate: Estimate,
     *,
     profile_name: str,
@@ -238,10 +240,8 @@ def as_json(
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the object for one estimate."""
-    job, need, hours = estimate.job, estimate.memory, estimate.seconds.scaled(1 / 3600)
-    judged = verdict(estimate, window) if window else None
-    cost = estimate.cost
-    return blank() | {
+    job = estimate.job
+    return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
         "profile_name": profile_name,
         "profile": {
@@ -249,65 +249,76 @@ def as_json(
             "gradient_accumulation_steps": job.accumulation,
             "max_length": job.config.model.context_length,
             "estimated_throughput": estimate.throughput.value,
-            "memory_usage_gb": need.needed / 1e9,
-            "largest_batch_size": need.largest_micro_batch,
+            "memory_usage_gb": estimate.memory.needed / 1e9,
+            "largest_batch_size": estimate.memory.largest_micro_batch,
             "processes": job.world_size,
             "machine": estimate.machine.title,
             "dtype": job.dtype,
             "compile": job.compiled,
         },
-        "estimate": {
-            "total_steps": job.max_steps,
-            "estimated_hours": hours.value,
-            "fits_in_window": None if judged is None else judged == "fits",
-            "verdict": judged,
-            "low_hours": hours.low,
-            "high_hours": hours.high,
-            "sigma_log": estimate.sigma,
-            "step_seconds": asdict(estimate.step),
-            "safety_margin_hours": window.margin / 3600 if window else None,
-        },
+        "estimate": _hours_as_json(estimate, window),
         "dataset_info": dict(job.dataset)
         | {"epochs": job.epochs, "training_tokens": job.tokens}
         | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)
         | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
         "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},
-        "memory": {part: getattr(need.tensors, part) for part in PARTS}
-        | {
-            "context": need.overhead,
-            "total": need.needed,
-            "available": need.available,
-            "fits": need.fits,
-            "peak_at": need.tensors.peak_at,
-        },
+        "memory": _memory_as_json(estimate.memory),
         "scaling": list(scaling),
         "milestones": list(milestones),
-        "cost": None
-        if cost is None
-        else {
-            "usd": cost.usd.value,
-            "usd_low": cost.usd.low,
-            "usd_high": cost.usd.high,
-            "price_per_gpu_hour": cost.price_per_gpu_hour,
-            "price_source": cost.source,
-            "price_date": cost.date,
-            "kwh": cost.kwh,
-        },
-        "loss": None
-        if estimate.loss is None
-        else asdict(estimate.loss)
-        | (
-            {"law": LAW, "data": "FineWeb, GPT-2 BPE"}
-            if estimate.ladder is None
-            else {
-                "law": f"ladder {estimate.ladder.name}",
-                "data": estimate.ladder.settings["data_name"],
-            }
-        ),
+        "cost": _cost_as_json(estimate.cost),
+        "loss": _loss_as_json(estimate),
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
     }
+
+
+def _hours_as_json(estimate: Estimate, window: Window | None) -> dict[str, Any]:
+    hours, judged = estimate.seconds.scaled(1 / 3600), verdict(estimate, window) if window else None
+    return {
+        "total_steps": estimate.job.max_steps,
+        "estimated_hours": hours.value,
+        "fits_in_window": None if judged is None else judged == "fits",
+        "verdict": judged,
+        "low_hours": hours.low,
+        "high_hours": hours.high,
+        "sigma_log": estimate.sigma,
+        "step_seconds": asdict(estimate.step),
+        "safety_margin_hours": window.margin / 3600 if window else None,
+    }
+
+
+def _memory_as_json(need: MemoryNeed) -> dict[str, Any]:
+    return {part: getattr(need.tensors, part) for part in PARTS} | {
+        "context": need.overhead,
+        "total": need.needed,
+        "available": need.available,
+        "fits": need.fits,
+        "peak_at": need.tensors.peak_at,
+    }
+
+
+def _cost_as_json(cost: Cost | None) -> dict[str, Any] | None:
+    if cost is None:
+        return None
+    return {
+        "usd": cost.usd.value,
+        "usd_low": cost.usd.low,
+        "usd_high": cost.usd.high,
+        "price_per_gpu_hour": cost.price_per_gpu_hour,
+        "price_source": cost.source,
+        "price_date": cost.date,
+        "kwh": cost.energy_kwh,
+    }
+
+
+def _loss_as_json(estimate: Estimate) -> dict[str, Any] | None:
+    if estimate.loss is None:
+        return None
+    law, data, ladder = LAW, "FineWeb, GPT-2 BPE", estimate.ladder
+    if ladder is not None:
+        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
+    return asdict(estimate.loss) | {"law": law, "data": data}
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------

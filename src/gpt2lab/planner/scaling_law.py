@@ -1,4 +1,4 @@
-"""A scaling law of one's own: fit of L(N, D) = E + A / N^a + B / D^b, bootstrap, prediction intervals. No torch.
+"""A scaling law of your own runs: fit of L(N, D) = E + A / N^a + B / D^b, bootstrap, prediction intervals. No torch.
 
 As Hoffmann et al. 2022 (arXiv:2203.15556, section 3.3): the Huber loss of the residuals of log L, from many starts. N
 and D are divided by their geometric means, and all five parameters are logarithms, so that they are of one scale and
@@ -91,7 +91,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law fitted to rungs, and how much it may be wrong."""
+    """A law fitted to rungs, and its uncertainty."""
 
     law: Law
     rungs: tuple[Rung, ...]
@@ -166,10 +166,10 @@ def require_enough(rungs: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def fit(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
+def fit_law(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
     """Fit a law to rungs.
 
-    Raises: ConfigError if they cannot tell five parameters.
+    Raises: ConfigError if they cannot determine five parameters.
     """
     require_enough([(rung.parameters, rung.tokens) for rung in rungs])
     for rung in rungs:

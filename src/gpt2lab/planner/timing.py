@@ -64,7 +64,7 @@ def muon_flops(model: ModelConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One observation to learn from."""
 
     work: tuple[float, ...]
@@ -120,7 +120,7 @@ def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
             per_byte * k["optimizer_bytes_per_parameter"],
             k["kernels_per_block" if compiled else "kernels_per_block_eager"] * k["launch_seconds"],
         ),
-        # One common error; launches depend on a host that nobody named.
+        # One common error; launches depend on a host that is not known.
         covariance=np.full((6, 6), sigma**2) + np.diag([0.0] * 5 + [k["sigma_launch"] ** 2]),
         source="roofline-prior",
     )
@@ -149,7 +149,7 @@ def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
     )
 
 
-def fit(prior: Rates, measured: Sequence[Measured], *, spread: float) -> Rates:
+def fit_rates(prior: Rates, measured: Sequence[MeasuredStep], *, spread: float) -> Rates:
     """Learn rates from measured steps: Bayesian linear regression of predicted / observed = 1.
 
     The prior is first brought to the level of the runs. Each rate is then the prior's times a factor; the factors are
@@ -171,7 +171,7 @@ def fit(prior: Rates, measured: Sequence[Measured], *, spread: float) -> Rates:
     scatter = float(np.mean(np.log(predicted) ** 2)) if len(measured) > 1 else 0.0
     return Rates(
         seconds_per_unit=tuple(float(s) for s in base * factors),
-        # What this machine's own runs differ by, seen or at least the error of one observation.
+        # The scatter of this machine's own runs, at least the error of one observation.
         covariance=covariance + max(scatter, min(m.sigma for m in measured) ** 2),
         source="calibrated",
         observations=len(measured),

@@ -30,7 +30,7 @@ from gpt2lab.config.schema import Config, ModelName, fixed
 from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
-from gpt2lab.planner.ask import EstimateRequest, settings_of
+from gpt2lab.planner.request import EstimateRequest, settings_of
 from gpt2lab.report import page as report
 from tiny import parse
 
@@ -208,7 +208,7 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     assert rate(f"--config={file}") == theirs
     over = parse(["--model=modern-mini", "--optimizer=adamw"]).over(preset("gpt2-micro"))
     assert to_flat(over)["max_lr"] == rate("--model=gpt2-mini")
-    asked = settings_of(EstimateRequest(model="modern-micro"), {"optimizer": "adamw"})
+    asked = settings_of(EstimateRequest(model="modern-micro", optimizer="adamw"))
     assert learning_rates(asked)["reference_rate"] == asked.optim.max_lr == theirs
     rows = {name: differs for name, _, _, differs in report._settings(asked)}
     assert (rows["optimizer"], rows["max_lr"], rows["muon_lr"]) == (True, False, False)

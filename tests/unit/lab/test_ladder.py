@@ -21,7 +21,7 @@ from gpt2lab.lab.ladder import first_starts
 from gpt2lab.lab.ladder_file import FAMILIES, Family, read_family
 from gpt2lab.planner import ladder as results
 from gpt2lab.planner.ladder import Ladder
-from gpt2lab.planner.scaling_law import Law, Rung, fit
+from gpt2lab.planner.scaling_law import Law, Rung, fit_law
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from launch import REPOSITORY
@@ -321,7 +321,9 @@ def small_ladder(**settings: Any) -> Ladder:
     ]
     job = job_for(model="gpt2-nano", tokens="1M", vocab_size=512)
     own = results.shared_settings(job.config)
-    return Ladder("mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit(rungs))
+    return Ladder(
+        "mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit_law(rungs)
+    )
 
 
 def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -> None:
@@ -329,7 +331,9 @@ def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -
     point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
     first = results.write_prediction(tmp_path, found, point)
     assert results.write_prediction(tmp_path, found, point) == first
-    other = Ladder("mine", found.settings, fit([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))]))
+    other = Ladder(
+        "mine", found.settings, fit_law([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))])
+    )
     with pytest.raises(CheckError, match="from other losses or for another top rung"):
         results.write_prediction(tmp_path, other, point)
     assert json.loads((tmp_path / results.PREDICTION).read_text()) == first
@@ -370,7 +374,7 @@ def folder(tmp_path: Path) -> Path:
     modern = job_for(model="modern-nano", tokens="1M", vocab_size=512)
     found = small_ladder(**results.shared_settings(modern.config))
     names = [f"r{i}" for i in range(9)]
-    document = results.as_json(found, names=names, rates=[], prediction=None, scored=None)
+    document = results.ladder_as_json(found, names=names, rates=[], prediction=None, scored=None)
     results.write_ladder(tmp_path / "mine", document)
     return tmp_path
 

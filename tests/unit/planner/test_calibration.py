@@ -14,13 +14,13 @@ from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
-from gpt2lab.planner import ask, calibration, hardware, measuring, timing
-from gpt2lab.planner.ask import EstimateRequest, Predictor
-from gpt2lab.planner.calibration import Kind, this_machine
+from gpt2lab.planner import calibration, hardware, measuring, request, timing
+from gpt2lab.planner.calibration import MachineKind, this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
-from gpt2lab.planner.timing import Measured, Rates, fit, work
+from gpt2lab.planner.request import EstimateRequest, Predictor
+from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from gpt2lab.runs.history import Log
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -43,12 +43,14 @@ def test_rates_are_recovered_from_runs_of_different_shapes():
         dataclasses.replace(base, n_layer=L, n_embd=C, n_head=1, vocab_size=V, context_length=T)
         for L, C, V, T in shapes
     ]
-    seen = [Measured(w := work(m, micro_batch=4, accumulation=1), truth.seconds(w)) for m in models]
+    seen = [
+        MeasuredStep(w := work(m, micro_batch=4, accumulation=1), truth.seconds(w)) for m in models
+    ]
     prior = timing.processor(1e11, KNOWN, bf16=False)
-    rates = fit(prior, seen[:-1], spread=1.0)
+    rates = fit_rates(prior, seen[:-1], spread=1.0)
     assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
     assert rates.sigma(seen[-1].work) < prior.sigma(seen[-1].work)
-    one = fit(prior, seen[:1], spread=1.0)
+    one = fit_rates(prior, seen[:1], spread=1.0)
     assert one.seconds(seen[0].work) == pytest.approx(seen[0].seconds, rel=0.05)
 
 
@@ -60,14 +62,14 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     records = calibration.read(tmp_path)
     assert len(records) == 3
     prior = timing.processor(1e11, KNOWN, bf16=False)
-    kind = Kind("x", 1, 2, "fp32", False)
+    kind = MachineKind("x", 1, 2, "fp32", False)
     rates, ratios = calibration.calibrate(prior, records, kind, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
     assert ratios == {"eval": 0.3}
     busy, _ = calibration.calibrate(prior, [records[2]], kind, spread=1.0)
     assert busy.sigma(amount) > rates.sigma(amount)
-    other = Kind("z", 1, 2, "fp32", False)
+    other = MachineKind("z", 1, 2, "fp32", False)
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
 
 
@@ -79,7 +81,7 @@ def test_recomputing_costs_time_and_is_learned_as_what_it_was():
     )
     assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
     prior = timing.processor(1e11, KNOWN, bf16=False)
-    kind = Kind("x", 1, 2, "fp32", False)
+    kind = MachineKind("x", 1, 2, "fp32", False)
     learned, _ = calibration.calibrate(prior, [record(recompute="block")], kind, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
@@ -91,7 +93,7 @@ def test_runs_that_share_in_another_way_do_not_count():
     by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     for mode, seconds in (("ddp", 0.5), ("fsdp", 2.0)):
-        kind = Kind("x", 2, 2, "fp32", False, mode)  # type: ignore[arg-type]
+        kind = MachineKind("x", 2, 2, "fp32", False, mode)  # type: ignore[arg-type]
         rates, _ = calibration.calibrate(prior, [by_ddp, by_fsdp], kind, spread=1.0)
         assert rates.observations == 1
         assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
@@ -104,7 +106,7 @@ def test_muons_rounds_cost_time_and_are_learned_as_what_they_were():
 
     prior = timing.processor(1e11, KNOWN, bf16=False)
     assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
-    kind = Kind("x", 1, 2, "fp32", False)
+    kind = MachineKind("x", 1, 2, "fp32", False)
     learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], kind, spread=1.0)
     assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
     assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
@@ -179,7 +181,7 @@ def test_an_unknown_gpu_is_measured_never_guessed():
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
-    monkeypatch.setattr(ask, "look", lambda: DetectedHardware((card,)))
+    monkeypatch.setattr(request, "detect_hardware", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
     config = preset("gpt2-nano")

@@ -114,7 +114,7 @@ def test_a_preset_that_cannot_be_is_one_line(data, flags, world, message):
 def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, here, says):
     card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
     seen = DetectedHardware((GpuState(*card),) if here else ())
-    monkeypatch.setattr(auto, "look", lambda: seen)
+    monkeypatch.setattr(auto, "detect_hardware", lambda **_: seen)
     settled(data, "--preset=1xa100", world=1)
     said = capsys.readouterr().err
     assert (says in said) if says else ("warning" not in said)

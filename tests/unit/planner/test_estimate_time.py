@@ -18,8 +18,8 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.planner import forecast, memory, remaining
-from gpt2lab.planner.ask import EstimateRequest
 from gpt2lab.planner.reports import KEYS
+from gpt2lab.planner.request import EstimateRequest
 from gpt2lab.runs import history
 from launch import SCRIPTS, Done, call, python
 from tiny import TRAIN_SHARDS, write_shards
@@ -138,7 +138,6 @@ REFUSALS = {
         "--dtype bf16",
     ),
     "free price": (["--gpu=H100", "--price=0"], 2, "--price"),
-    "two prices": (["--gpu=H100", "--price=2", "--kwh=0.3"], 2, "--price and --kwh"),
     "margin of nothing": (["--gpu=H100", "--margin=2h"], 2, "--deadline"),
     "time of no measurement": (["--seconds=5"], 2, "--measure"),
     "nodes of this machine": (["--nodes=2"], 2, "--gpu"),
@@ -193,7 +192,6 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(tmp_path, capsys, monkeypat
     [
         ([], r"\([\w-]+, 20\d\d-\d\d; --price changes it\)"),
         (["--price=2"], r"at \$2 per GPU-hour \(--price\)"),
-        (["--kwh=0.3"], r"\(power at \$0.3 a kWh\)"),
     ],
 )
 def test_a_price_has_one_source(flags, row, capsys):
@@ -229,7 +227,7 @@ def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(tmp_path, typed)
     assert json.loads(ask(tmp_path, *flags, *typed, "--json").stdout)["loss"] is None
     (line,) = [x for x in ask(tmp_path, *flags, *typed).stdout.splitlines() if x[:4] == "loss"]
     assert line.split()[1] == "n/a"
-    assert "GPT-2 with AdamW, and says 3.18 ... 3.38 of that" in line
+    assert "GPT-2 with AdamW; for that it predicts 3.18 ... 3.38" in line
     known = json.loads(ask(tmp_path, *flags, "--model=gpt2", "--json").stdout)["loss"]
     assert known["value"] == pytest.approx(3.28, abs=0.005)
 

@@ -78,17 +78,15 @@ OF_A_STEP: list[dict[str, Any]] = [
 ]
 
 
-def trained_by(job: Job) -> Config:
-    """Return the settings that the trainer reads from a trial's flags."""
-    place = Path("/nonexistent")
-    flags = measuring._trial_flags(job, place, ["--data_dir=/nonexistent"], seconds=9.0, steps=6)
-    return parse(flags).config
+def trained_by(job: Job, place: Path) -> Config:
+    """Return the settings that the trainer reads from a trial's file."""
+    return parse([f"--config={measuring.write_trial(job, place, seconds=9.0, steps=6)}"]).config
 
 
 @pytest.mark.parametrize("settings", OF_A_STEP, ids=str)
-def test_a_trial_has_every_setting_that_its_speed_depends_on(settings):
+def test_a_trial_has_every_setting_that_its_speed_depends_on(settings, tmp_path):
     job = small_job(ranks=2, **settings)
-    wanted, found = to_flat(job.config), to_flat(trained_by(job))
+    wanted, found = to_flat(job.config), to_flat(trained_by(job, tmp_path))
     model = {name for name, (section, _) in LEAVES.items() if section == "model"}
     for name in {*model, *settings, "total_batch_size", "mini_batch_size"} - {"model"}:
         assert found[name] == wanted[name], name

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import scaling_law
-from gpt2lab.planner.scaling_law import Law, Rung, fit
+from gpt2lab.planner.scaling_law import Law, Rung, fit_law
 
 LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
 SIZES, TOKENS = (27_000, 60_000, 133_000), (100_000, 200_000, 400_000)
@@ -43,7 +43,7 @@ def rungs(
     "law", [LAW, Law(0.6, 15.0, 3000.0, 0.2, 0.6), Law(2.5, 900.0, 40.0, 0.7, 0.25)]
 )
 def test_a_law_without_noise_is_found_from_far_starts(law):
-    found = fit(rungs(np.random.default_rng(0), law=law), samples=20)
+    found = fit_law(rungs(np.random.default_rng(0), law=law), samples=20)
     for name in ("E", "A", "B", "alpha", "beta"):
         assert getattr(found.law, name) == pytest.approx(getattr(law, name), rel=1e-3), name
     at = found.predict(*TOP).loss
@@ -57,7 +57,7 @@ def test_one_run_that_is_wrong_moves_the_law_little(monkeypatch):
     bad = [*clean[:8], Rung(SIZES[2], TOKENS[2], worst)]
 
     def moved() -> float:
-        before, after = (fit(some, samples=2).law.loss(*TOP) for some in (clean, bad))
+        before, after = (fit_law(some, samples=2).law.loss(*TOP) for some in (clean, bad))
         return abs(after / before - 1)
 
     huber = moved()
@@ -75,7 +75,7 @@ def test_the_frontier_is_the_lowest_loss_of_its_compute():
 
 def test_intervals_hold_the_noise_of_seeds_and_the_misfit():
     rng = np.random.default_rng(1)
-    quiet, loud = (fit(rungs(rng, seeds=noise)) for noise in (0.001, 0.01))
+    quiet, loud = (fit_law(rungs(rng, seeds=noise)) for noise in (0.001, 0.01))
     assert quiet.seed_spread == pytest.approx(0.001, rel=0.5)
     assert loud.seed_spread == pytest.approx(0.01, rel=0.5)
     one, mean = loud.predict(*TOP), loud.predict(*TOP, seeds=8)
@@ -84,10 +84,10 @@ def test_intervals_hold_the_noise_of_seeds_and_the_misfit():
         mean.loss.high - mean.loss.low
         > quiet.predict(*TOP).loss.high - quiet.predict(*TOP).loss.low
     )
-    bent = fit(rungs(rng, seeds=0.001, misfit=0.01))
+    bent = fit_law(rungs(rng, seeds=0.001, misfit=0.01))
     assert 0.003 < bent.misfit < 0.03
     assert quiet.misfit < 0.002
-    again = fit(loud.rungs).predict(*TOP)
+    again = fit_law(loud.rungs).predict(*TOP)
     assert again == one  # the bootstrap is seeded
 
 
@@ -103,7 +103,7 @@ def test_four_of_five_predictions_hold(points, law, top, misfit):
     hits: dict[str, list[bool]] = {"prediction": [], "E": [], "alpha": [], "beta": []}
     for number in range(400):
         rng = np.random.default_rng(number)
-        found = fit(rungs(rng, points, seeds=0.005, misfit=misfit, law=law), samples=100)
+        found = fit_law(rungs(rng, points, seeds=0.005, misfit=misfit, law=law), samples=100)
         at = found.predict(*top, seeds=3).loss
         off = rng.normal() * misfit + (rng.normal(size=3) * 0.005).mean()
         hits["prediction"].append(at.low <= law.loss(*top) * np.exp(off) <= at.high)
@@ -124,9 +124,9 @@ def test_four_of_five_predictions_hold(points, law, top, misfit):
 )
 def test_too_few_rungs_are_rejected(sizes, tokens, line):
     with pytest.raises(ConfigError, match=line):
-        fit([Rung(N, D, (2.0,)) for N in sizes for D in tokens])
+        fit_law([Rung(N, D, (2.0,)) for N in sizes for D in tokens])
     diagonal = [Rung(N, N, (2.0,)) for N in (1, 2, 3, 4, 5)]
     with pytest.raises(ConfigError, match="5 rungs for a law of 5 parameters"):
-        fit(diagonal)
+        fit_law(diagonal)
     with pytest.raises(ConfigError, match="each must be a number above 0"):
-        fit([*(Rung(N, N, (2.0,)) for N in range(1, 9)), Rung(9, 9, (float("nan"),))])
+        fit_law([*(Rung(N, N, (2.0,)) for N in range(1, 9)), Rung(9, 9, (float("nan"),))])

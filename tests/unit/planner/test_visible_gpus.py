@@ -53,7 +53,7 @@ def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, f
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    found = machine.look()
+    found = machine.detect_hardware()
     assert [gpu.index for gpu in found.gpus] == seen
     assert found.free_memory(len(seen)) == free_mib * 2**20
     assert found.busiest_gpu == (99 - 49 * min(seen)) / 100
@@ -62,7 +62,7 @@ def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, f
 @pytest.mark.parametrize("chosen", ["", "-1", "NoDevFiles"])
 def test_hidden_cards_leave_the_processor(monkeypatch, capsys, chosen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert machine.look().is_cpu
+    assert machine.detect_hardware().is_cpu
     assert doctor.main([]) == 0
     assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def test_hidden_cards_leave_the_processor(monkeypatch, capsys, chosen):
 def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     """Its memory is a part of the card's, and nvidia-smi's rows are cards."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234-5678")
-    found = machine.look()
+    found = machine.detect_hardware()
     assert (len(found.gpus), found.is_cpu, found.native_bf16) == (1, False, True)
     assert found.free_memory(1) is None
     doctor.main(["--json"])
