@@ -16,8 +16,8 @@ from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
 from gpt2lab.config.settings import (
     LEAVES,
+    as_recorded,
     both_set_length,
-    from_working_directory,
     to_flat,
 )
 from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
@@ -162,7 +162,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
         del given["mini_batch_size"]
     found = fill(_Flags, given)
     actions, flat = found.actions, to_flat(found.config)
-    values = from_working_directory({name: flat[name] for name in LEAVES if name in given})
+    values = as_recorded({name: flat[name] for name in LEAVES if name in given})
     lengths = [f"--{name}" for name in LENGTHS if name in values]
     if len(lengths) > 1:
         raise ConfigError(both_set_length(lengths))

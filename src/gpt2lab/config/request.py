@@ -61,14 +61,14 @@ class RunRequest:
         if names & set(LENGTHS):  # one setting in three units
             names |= set(LENGTHS)
         flat = to_flat(self.config)
-        return from_repository(override(saved, {name: flat[name] for name in names}))
+        return with_full_paths(override(saved, {name: flat[name] for name in names}))
 
     def with_settings(self, **settings: Any) -> RunRequest:
         """Return the request with other settings, chosen for this start, by the names of their flags."""
         values = dict.fromkeys(LENGTHS) | settings if settings.keys() & set(LENGTHS) else settings
         return dataclasses.replace(
             self,
-            config=from_repository(override(self.config, values)),
+            config=with_full_paths(override(self.config, values)),
             chosen=self.chosen | settings.keys(),
             typed=self.typed | settings.keys(),
         )
@@ -105,7 +105,7 @@ def make_request(
     if allowed & set(LENGTHS):
         allowed |= set(LENGTHS)
     return RunRequest(
-        config=from_repository(config),
+        config=with_full_paths(config),
         chosen=frozenset(given),
         typed=frozenset(typed),
         recipe=recipe,
@@ -136,7 +136,7 @@ def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping
     return {name: value for name, value in file.items() if name not in dropped}
 
 
-def from_repository(config: Config) -> Config:
+def with_full_paths(config: Config) -> Config:
     """Return the settings with relative paths resolved against the repository; typed ones are absolute already."""
     files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
     return override(
@@ -202,7 +202,7 @@ def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
         known = FOLLOWS if steps is not None else {"min_lr"}
         edited = (known & values.keys()) - _following(config.optim, steps)
         return frozenset(name for name in recorded if name in LEAVES) | edited
-    plain = to_flat(from_repository(preset(config.model.model, optimizer=config.optim.optimizer)))
+    plain = to_flat(with_full_paths(preset(config.model.model, optimizer=config.optim.optimizer)))
     now = to_flat(config)
     chosen = {name for name in values if name in LEAVES and now[name] != plain[name]}
     return frozenset(chosen - _following(config.optim, steps))

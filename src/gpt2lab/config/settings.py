@@ -151,7 +151,7 @@ def wrong_flags(target: type, values: dict[str, Any]) -> list[str]:
     ]
 
 
-def from_working_directory(values: dict[str, Any]) -> dict[str, Any]:
+def as_recorded(values: dict[str, Any]) -> dict[str, Any]:
     """Return values that a person wrote as a run records them: numbers by type, paths from the working directory.
 
     Raises: ConfigError if the words of a list cannot be read.

@@ -15,7 +15,7 @@ from gpt2lab import fmt
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.request import without_what_follows
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
-from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
+from gpt2lab.config.settings import LEAVES, as_recorded, to_flat, wrong_types
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import read_regular, replace_durably
 
@@ -48,7 +48,7 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
     if recipe == "pretrain" and values.get("instructions") is not None:
         raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
     unused = _of_other_recipe(recipe)
-    return from_working_directory({n: value for n, value in values.items() if n not in unused})
+    return as_recorded({n: value for n, value in values.items() if n not in unused})
 
 
 def read_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def read_values(values: dict[str, Any]) -> dict[str, Any]:
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     if problems := _problems(plain):
         raise ConfigError("; ".join(problems.values()))
-    return from_working_directory(without_what_follows(plain))
+    return as_recorded(without_what_follows(plain))
 
 
 def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from gpt2lab.optim.optimizers import clip_grad_norm
 
 
 @dataclass(frozen=True)
-class Mark:
+class DeviceMark:
     """A place in a GPU's queue of work; on a CPU all work before it is done at once."""
 
     _moment: float
@@ -43,7 +43,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceMark) -> float:
         """Return the seconds between two marks that have passed, by the GPU's clock: launching kernels is not work."""
         if self._event is None or earlier._event is None:
             return self._moment - earlier._moment
@@ -53,7 +53,7 @@ class Mark:
 class Numbers:
     """Numbers on their way from the device."""
 
-    def __init__(self, values: list[torch.Tensor], arrived: Mark) -> None:
+    def __init__(self, values: list[torch.Tensor], arrived: DeviceMark) -> None:
         """`values`: each () on the host, complete once `arrived` has passed."""
         self._values, self.arrived = values, arrived
 
@@ -272,13 +272,13 @@ class Strategy:
         else:
             model.zero_grad()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceMark:
         """Mark where the device's queue ends now."""
         if self.device.type != "cuda":
-            return Mark(time.monotonic(), None)
+            return DeviceMark(time.monotonic(), None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        return Mark(time.monotonic(), event)
+        return DeviceMark(time.monotonic(), event)
 
     def send_to_host(self, *values: torch.Tensor) -> Numbers:
         """Begin to copy numbers, each (), to the host."""

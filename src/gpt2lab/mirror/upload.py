@@ -24,7 +24,7 @@ class _GivenUpError(Exception):
 
 
 @dataclass(frozen=True)
-class Report:
+class MirrorReport:
     """How far the mirror is: what status.json says of it."""
 
     url: str
@@ -56,7 +56,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._asked = self._done = 0  # saves that were announced, and dealt with
         self._moved = time.monotonic()  # when a byte moved last
-        self._report = Report(mirror.url, None, None, None)
+        self._report = MirrorReport(mirror.url, None, None, None)
         self._stalled = 0
         self._warned_kinds: set[str] = set()  # of errors
         self._warnings: list[str] = []
@@ -86,7 +86,7 @@ class Uploader:
             self._asked += 1
             self._changed.notify_all()
 
-    def take_report(self) -> tuple[Report, list[str]] | None:
+    def take_report(self) -> tuple[MirrorReport, list[str]] | None:
         """Return the state and the warnings since the last call, None if nothing has changed."""
         with self._changed:
             if not self._is_news:

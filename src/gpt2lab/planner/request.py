@@ -16,9 +16,9 @@ from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import (
     LEAVES,
+    as_recorded,
     both_set_length,
     find_problems,
-    from_working_directory,
     is_list,
 )
 from gpt2lab.data.manifest import tokenizer_of
@@ -261,7 +261,7 @@ def settings_of(request: JobFlags) -> Config:
     Raises: ConfigError with every problem of them.
     """
     given = {n: value for n in SETTINGS if (value := getattr(request, n)) not in (None, ())}
-    config = make_request(from_working_directory(given)).config
+    config = make_request(as_recorded(given)).config
     problems = find_problems(config)
     if (batch := config.batch.total_batch_size) > 10**9:
         problems.append(f"total_batch_size {batch} must be at most 1e9")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
+from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
 from gpt2lab.errors import PartialUpdateError
 from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
@@ -23,8 +23,8 @@ class StepStats:
     numbers: Numbers  # the loss and the gradient norm; they arrive before the update begins
     accepted: bool | None  # None: the device decides
     # Around this rank's own work; in the rest of a step ranks wait for each other.
-    work: tuple[Mark, Mark]
-    done: Mark  # passed after the update
+    work: tuple[DeviceMark, DeviceMark]
+    done: DeviceMark  # passed after the update
 
     @property
     def loss(self) -> float:

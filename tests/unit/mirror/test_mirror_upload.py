@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.mirror.storage import Mirror, connect
-from gpt2lab.mirror.upload import Report, Uploader
+from gpt2lab.mirror.upload import MirrorReport, Uploader
 from mirrors import WAIT, commit, new_run, steps
 
 
@@ -57,10 +57,10 @@ class Following:
             self.mirror, run_dir, **{"keep": 10, "keep_emergency": 1, **options}
         )
         self.warnings: list[str] = []
-        self.report: Report | None = None
+        self.report: MirrorReport | None = None
         self._news = threading.Event()
 
-    def until(self, condition: Callable[[Report], bool]) -> None:
+    def until(self, condition: Callable[[MirrorReport], bool]) -> None:
         for _ in range(int(WAIT / 0.01)):
             if news := self.uploader.take_report():
                 self.report = news[0]

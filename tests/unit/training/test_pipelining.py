@@ -26,7 +26,7 @@ import launch
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
+from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
 from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.adamw import AdamW
@@ -320,7 +320,7 @@ def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch):
         assert why_host_decides(Config(), [unable], Runtime()) == reason
 
 
-class Never(Mark):
+class Never(DeviceMark):
     """A mark that a device which hangs before it does not pass."""
 
     def has_passed(self) -> bool:
@@ -372,8 +372,8 @@ def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
         if number == error_at:
             raise RuntimeError("connection closed by peer")
 
-    def mark(self: Strategy) -> Mark:
-        return (Never if hung.is_set() else Mark)(time.monotonic(), None)
+    def mark(self: Strategy) -> DeviceMark:
+        return (Never if hung.is_set() else DeviceMark)(time.monotonic(), None)
 
     def fit(self: Trainer) -> str | None:
         Trainer.newest = self
