@@ -96,7 +96,7 @@ def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]
     return [size for size in range(1, limit + 1) if sequences % size == 0]
 
 
-def fit_batch_to_ranks(
+def fit_mini_batch(
     batch: BatchConfig, *, context_length: int, world_size: int
 ) -> tuple[BatchConfig, str | None]:
     """Return the batch with the largest mini batch up to its own that divides a rank's share, and a note if lower.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, disk_budget
-from gpt2lab.config.derived import check_fsdp_param_dtype, fit_batch_to_ranks
+from gpt2lab.config.derived import check_fsdp_param_dtype, fit_mini_batch
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import (
     RunRequest,
@@ -308,7 +308,7 @@ def _fit_mini_batch(
     if request.fixes_mini_batch or config.model.dropout > 0:
         return config, ()
     T = config.model.context_length
-    batch, note = fit_batch_to_ranks(config.batch, context_length=T, world_size=world_size)
+    batch, note = fit_mini_batch(config.batch, context_length=T, world_size=world_size)
     return dataclasses.replace(config, batch=batch), () if note is None else (note,)
 
 
