@@ -321,7 +321,9 @@ def small_ladder(**settings: Any) -> Ladder:
     ]
     job = job_for(model="gpt2-nano", tokens="1M", vocab_size=512)
     own = results.shared_settings(job.config)
-    return Ladder("mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit_law(rungs))
+    return Ladder(
+        "mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit_law(rungs)
+    )
 
 
 def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -> None:
@@ -329,7 +331,9 @@ def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -
     point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
     first = results.write_prediction(tmp_path, found, point)
     assert results.write_prediction(tmp_path, found, point) == first
-    other = Ladder("mine", found.settings, fit_law([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))]))
+    other = Ladder(
+        "mine", found.settings, fit_law([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))])
+    )
     with pytest.raises(CheckError, match="from other losses or for another top rung"):
         results.write_prediction(tmp_path, other, point)
     assert json.loads((tmp_path / results.PREDICTION).read_text()) == first
@@ -428,7 +432,7 @@ def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
     argv = [f"--checkpoint_dir={folder}", "--ladder=none", "--gpu=H100"]
     code, _, error = launch.call("estimate_time.py", *argv)
     assert (code, error.count("\n")) == (2, 1)
-    assert "holds no ladder that was fitted" in error
+    assert "contains no fitted ladder" in error
 
 
 @pytest.mark.parametrize(
