@@ -432,7 +432,7 @@ def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
     argv = [f"--checkpoint_dir={folder}", "--ladder=none", "--gpu=H100"]
     code, _, error = launch.call("estimate_time.py", *argv)
     assert (code, error.count("\n")) == (2, 1)
-    assert "holds no ladder that was fitted" in error
+    assert "contains no fitted ladder" in error
 
 
 @pytest.mark.parametrize(
