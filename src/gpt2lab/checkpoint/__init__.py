@@ -1,1 +1,1 @@
-"""A run's checkpoints: their files, how they are committed, found, listed and loaded, and other programs' files."""
+"""A run's checkpoints: their files, how they are committed, found and loaded."""

@@ -27,6 +27,7 @@ from gpt2lab.checkpoint.writer import SharedBuffer
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, JsonFile, is_number, list_of, or_null
+from gpt2lab.optim.optimizers import SHAPED_STATE
 
 NOT_FINITE = "not finite"
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
@@ -403,7 +404,7 @@ def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> No
     moments = {
         name: values[key].shape
         for name, values in by_name.items()
-        for key in ("exp_avg", "momentum_buffer")  # AdamW's, Muon's
+        for key in SHAPED_STATE
         if key in values
     }
     _compare(path, moments, wanted)

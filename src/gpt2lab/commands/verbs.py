@@ -93,6 +93,10 @@ GONE = {
     },
     "memory-check": "doctor --model NAME",
 }
+_INSIDE = {  # verbs that are typed without the verb that they belong to
+    **dict.fromkeys(("merge", "stats", "show", "verify"), "data"),
+    **dict.fromkeys(("rm", "archive", "sync"), "runs"),
+}
 
 _PAGE = """gpt2lab {version}: train GPT-2 from scratch
 
@@ -121,6 +125,8 @@ def main(argv: list[str]) -> int:
         return WITHIN[both].load()(argv[2:])
     if name in GONE:
         raise ConfigError(f"gpt2lab {name}: this is now gpt2lab {GONE[name]}")
+    if name in _INSIDE:
+        raise ConfigError(f"gpt2lab {name}: it is gpt2lab {_INSIDE[name]} {name}")
     if name not in VERBS:
         hint = fmt.did_you_mean(name, VERBS, "gpt2lab --help lists them")
         raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")

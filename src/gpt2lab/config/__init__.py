@@ -1,1 +1,1 @@
-"""What a run is: every setting with its type, default, help, bounds and resume policy; presets; the command line."""
+"""Every setting with its type, default, help, bounds and resume policy; presets; the request of a run."""

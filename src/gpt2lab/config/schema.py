@@ -158,7 +158,7 @@ class BatchConfig:
 
 def uses_muon(optimizer: Optimizer) -> bool:
     """Tell whether Muon, in either form, trains the matrices of the blocks."""
-    return optimizer != "adamw"
+    return optimizer in ("muon", "normuon")
 
 
 @dataclass(frozen=True)

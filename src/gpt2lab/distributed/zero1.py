@@ -33,6 +33,7 @@ from gpt2lab.distributed.sharding import (
     padded_numbers,
     rows_of,
 )
+from gpt2lab.errors import ConfigError
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon
 
@@ -71,7 +72,8 @@ def _sharded(
         pairs_of_groups.append(pairs)
     if isinstance(optimizer, Muon):
         return _sharded_muon(groups, pairs_of_groups, mesh, optimizer.even_rows)
-    assert isinstance(optimizer, torch.optim.AdamW)
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError(f"parallel zero1: no sharded form of {type(optimizer).__name__}; use ddp")
     buckets = [
         [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in divide(each)]
         for each in pairs_of_groups

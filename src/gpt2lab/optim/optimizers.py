@@ -13,6 +13,10 @@ from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import muon_scale
 
 EPS = 1e-8
+SHAPED_STATE = (
+    "exp_avg",
+    "momentum_buffer",
+)  # of each optimizer: state that has its parameter's shape
 # The matrices of a block, by the number stacked in one parameter: c_attn holds queries, keys and values.
 _PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
 
@@ -26,11 +30,11 @@ def build_optimizers(
     the schedule's times its `lr_scale`. Muon trains the matrices of the blocks, AdamW the rest.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden: dict[str, nn.Parameter] = {}
+    block_matrices: dict[str, nn.Parameter] = {}
     if config.has_muon:
         in_blocks = [(name, p) for name, p in named if name.startswith("blocks.")]
-        hidden = {name: p for name, p in in_blocks if name.endswith(tuple(_PARTS))}
-    rest = [p for name, p in named if name not in hidden]
+        block_matrices = {name: p for name, p in in_blocks if name.endswith(tuple(_PARTS))}
+    rest = [p for name, p in named if name not in block_matrices]
     decay = config.weight_decay
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay, "lr_scale": 1.0},
@@ -42,11 +46,13 @@ def build_optimizers(
     optimizers: list[torch.optim.Optimizer] = [
         AdamW(groups, lr=config.max_lr, betas=betas, eps=EPS, fused=fused)
     ]
-    if hidden:
+    if block_matrices:
         scale = muon_scale(config)
-        alike = {end: [p for name, p in hidden.items() if name.endswith(end)] for end in _PARTS}
+        by_suffix = {
+            end: [p for name, p in block_matrices.items() if name.endswith(end)] for end in _PARTS
+        }
         muon_groups = [
-            {"params": alike[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}
+            {"params": by_suffix[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}
             for end, parts in _PARTS.items()
         ]
         even_rows = config.optimizer == "normuon"

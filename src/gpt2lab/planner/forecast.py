@@ -81,7 +81,7 @@ def score_forecast(
         if config.tuning.instructions is None:  # its steps and targets are not pretraining's
             _learn(run_dir, log, others=None if world_size > 1 else others)
         actual = complete(run_dir, log)
-        if actual is not None:
+        if actual is not None and actual["time_accuracy"] is not None:
             say(f"forecast {reports.describe_actual(actual)}")
 
 
@@ -100,12 +100,16 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     needed = (document.get("memory") or {}).get("total")
     losses = log.current("eval")
     hours = log.spent_seconds() / 3600
+    # A run whose length was changed is not the one that was forecast.
+    is_same = predicted.get("total_steps") == int(log.numbers[-1])
     actual = {
         "hours": hours,
         "steps": int(log.numbers[-1]),
         "starts": log.last_attempt,
-        "time_accuracy": 100 * predicted["estimated_hours"] / hours,
-        "inside_interval": predicted["low_hours"] <= hours <= predicted["high_hours"],
+        "time_accuracy": 100 * predicted["estimated_hours"] / hours if is_same else None,
+        "inside_interval": (
+            predicted["low_hours"] <= hours <= predicted["high_hours"] if is_same else None
+        ),
         "peak_memory_bytes": peak,
         "memory_accuracy": 100 * needed / peak if needed and peak else None,
         "val_loss": losses[max(losses)]["val_loss"] if losses else None,
@@ -127,7 +131,8 @@ def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
             row = {"run": path.parent.name, "source": document["throughput"]["source"]}
             row |= {key: predicted[key] for key in _HOURS}
             row |= {"actual_hours": actual["hours"], "time_accuracy": actual["time_accuracy"]}
-            rows.append(row | {"inside_interval": actual["inside_interval"]})
+            if actual["time_accuracy"] is not None:  # of the length that was forecast
+                rows.append(row | {"inside_interval": actual["inside_interval"]})
         except (KeyError, TypeError):
             continue
     return rows

@@ -1,1 +1,1 @@
-"""A run's folder, and how a person looks at it: status, plots, tables."""
+"""A run's folder: its lock, log, history, console and status."""

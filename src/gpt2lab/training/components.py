@@ -50,5 +50,5 @@ class Session:
     control: Control
     heartbeat: Heartbeat
     clock: RunClock
-    look_at_gradients: Callable[[int], None]  # before each update, by extensions
+    on_gradients_ready: Callable[[int], None]  # before each update, by extensions
     peak_flops: float | None = None  # dense bf16, of all ranks together; None: MFU is n/a

@@ -42,7 +42,7 @@ class LiveRun:
 
 
 class Extension:
-    """Observes a run. All but `resolved` are called on rank 0 alone."""
+    """Observes a run, on rank 0; only `resolved` is called on every rank."""
 
     def requested(self, request: RunRequest) -> None:
         """Called before anything of the run is looked at.
@@ -51,7 +51,7 @@ class Extension:
         """
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
-        """Called on every rank once it is decided what this start does; nothing is loaded or written yet."""
+        """Called on every rank once it is decided what this start does; no checkpoint is loaded and nothing written."""
 
     def started(self, run: LiveRun) -> None:
         """Called once the run's folder is locked and its log is open."""

@@ -1,6 +1,6 @@
 """Run a training from the request to its report: resolve, build, train, and say how it ended.
 
-Pretraining and fine-tuning both come through here; `recipe` is all in which they differ.
+Pretraining and fine-tuning both come through here; they differ only in `recipe`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def pretrain(
             start = check_attention(start, model, runtime)
             observers.resolved(start, runtime, signals)
             folder = _open_folder(start, runtime)
-            # What is rejected while building has written nothing.
+            # A rejection while building leaves nothing on disk.
             components = build(start, runtime, model, recipe)
             _train(components, signals, folder, began, observers, planner)
     except Exception as error:
@@ -282,8 +282,8 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 @dataclass(frozen=True)
-class _Surroundings:
-    """What the components of one start are trained with."""
+class _Services:
+    """What serves one start beside its components."""
 
     folder: RunFolder | None  # on rank 0 only
     logger: MetricsLogger
@@ -304,6 +304,8 @@ def _train(
 ) -> None:
     """Train, and record how the start ended."""
     start, runtime = components.start, components.runtime
+    if not folder:  # extensions observe rank 0
+        extensions = Extensions((), warn=_warn)
     logger = MetricsLogger(
         start.run_dir if folder else None, attempt=start.attempt, recorded=extensions.recorded
     )
@@ -316,13 +318,13 @@ def _train(
         tell=lambda report: _record_hang(report, folder, logger),
     )
     peak = _peak_flops(runtime, planner)
-    around = _Surroundings(folder, logger, heartbeat, signals, extensions, began, peak)
+    services = _Services(folder, logger, heartbeat, signals, extensions, began, peak)
     with contextlib.closing(logger), contextlib.closing(heartbeat):
         try:
             if folder:
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
                 extensions.started(run)
-            reason = _run_to_end(components, around)
+            reason = _run_to_end(components, services)
         except BaseException as error:
             if folder and not isinstance(error, FolderLostError):  # another start may write there
                 _record_failure(folder, logger, error)
@@ -338,45 +340,45 @@ def _train(
                 logger.say(f"warning: no summary of the run: {error}")
 
 
-def _run_to_end(components: Components, around: _Surroundings) -> str | None:
+def _run_to_end(components: Components, services: _Services) -> str | None:
     """Train to the last step or to a stop; return the reason of the stop, None at the end."""
     runtime, config = components.runtime, components.start.config
-    runtime.on_rank_zero(lambda: announce(components, around.folder, around.logger))
+    runtime.on_rank_zero(lambda: announce(components, services.folder, services.logger))
     components.strategy.warm_up_reducer(
         components.trained,
         batch_size=components.start.plan.batch.micro_batch,
         context_length=config.model.context_length,
     )
-    session = _open_session(components, around)
-    saver = Saver(components, session, around.signals)
+    session = _open_session(components, services)
+    saver = Saver(components, session, services.signals)
     with saver:
         evaluator = Evaluator(components, session, _open_hellaswag(components))
         trainer = Trainer(components, session, saver=saver, evaluator=evaluator)
         reason = trainer.fit()
     step = trainer.state.step
-    runtime.on_rank_zero(lambda: _conclude(around.folder, around.logger, reason, step))
+    runtime.on_rank_zero(lambda: _conclude(services.folder, services.logger, reason, step))
     return reason
 
 
-def _open_session(components: Components, around: _Surroundings) -> Session:
+def _open_session(components: Components, services: _Services) -> Session:
     """Return what loop, saver and evaluator share."""
-    start, folder = components.start, around.folder
+    start, folder = components.start, services.folder
     control = Control(
-        around.signals,
+        services.signals,
         components.runtime,
         run_dir=folder.path if folder else None,
         deadlines=start.deadlines,
         save_every_seconds=60 * start.config.checkpoint.checkpoint_minutes,
-        heartbeat=around.heartbeat,
+        heartbeat=services.heartbeat,
     )
     return Session(
         folder,
-        around.logger,
+        services.logger,
         control,
-        around.heartbeat,
-        clock=_open_clock(components, folder, around.began),
-        look_at_gradients=around.extensions.updating,
-        peak_flops=around.peak_flops,
+        services.heartbeat,
+        clock=_open_clock(components, folder, services.began),
+        on_gradients_ready=services.extensions.updating,
+        peak_flops=services.peak_flops,
     )
 
 

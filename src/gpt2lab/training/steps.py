@@ -46,7 +46,7 @@ class StepPipeline:
         self.config, self.last_step = self.start.config, self.start.plan.max_steps
         self.first_step = self.state.step
         self.logger, self.control = session.logger, session.control
-        self.progress, self._look_at_gradients = session.clock.progress, session.look_at_gradients
+        self.progress, self._on_gradients_ready = session.clock.progress, session.on_gradients_ready
         # Steps that `state` does not include yet: at most two where steps are pipelined.
         self.launched: list[LaunchedStep] = []
         self.is_pipelined = components.host_decides is None
@@ -68,19 +68,19 @@ class StepPipeline:
         began = (time.monotonic() - batch.wait_seconds, time.process_time())
         number = self.newest_step + 1
         faultpoint("step", number)
-        aside = 0.0  # seconds that extensions looked at gradients, which are there before the update only
+        extension_seconds = 0.0  # not counted as time of the step
 
         def before_update() -> None:
-            nonlocal aside
+            nonlocal extension_seconds
             since = time.monotonic()
-            self._look_at_gradients(number)
-            aside = time.monotonic() - since
+            self._on_gradients_ready(number)
+            extension_seconds = time.monotonic() - since
             self.busy.acquire()  # until the step is known; never released after an error
 
         lr, stats = launch_step(
             self.components, number, batch, self.state, before_update=before_update
         )
-        began = (began[0] + aside, began[1])
+        began = (began[0] + extension_seconds, began[1])
         self.launched.append(LaunchedStep(number, batch, lr, stats, began))
         self.busy.release()
 
