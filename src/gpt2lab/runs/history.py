@@ -279,8 +279,10 @@ class Log:
         place = int(np.searchsorted(self.numbers, number))
         if place == len(self.numbers) or self.numbers[place] != number:
             return None
+        row = int(self._current[place])
+        self._blocks.check(row)  # a resume relies on what is read here
         with self._open() as file:
-            return self._step_at(int(self._current[place]), self._blocks.column("place"), file)
+            return self._step_at(row, self._blocks.column("place"), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
         """Return {kind: event} of the current events at exactly this step."""
@@ -354,7 +356,7 @@ class Log:
             if event["attempt"] == self.last_attempt and len(rows) and row <= rows[0]
         )
 
-    def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray | range]:
         """Return the numbers of the current steps, ascending, and of each its row."""
         is_current, end, limit = np.ones(len(steps), bool), len(steps), LIMIT
         for row, event in zip(reversed(self._rows), reversed(self.events), strict=True):
@@ -362,14 +364,14 @@ class Log:
                 is_current[row:end] = steps[row:end] <= limit
                 end, limit = row, min(limit, event["step"])
         is_current[:end] = steps[:end] <= limit
-        if is_current.all():
-            numbers, rows = steps, np.arange(len(steps), dtype=np.uint32)
-        else:
+        numbers = steps
+        rows: np.ndarray | range = range(len(steps))
+        if not is_current.all():
             rows = np.flatnonzero(is_current).astype(np.uint32)
             numbers = steps[rows]
         if (numbers[1:] <= numbers[:-1]).any():  # logged twice by one start: the later counts
             numbers, from_end = np.unique(numbers[::-1], return_index=True)
-            rows = rows[::-1][from_end]
+            rows = np.asarray(rows)[::-1][from_end]
         return numbers, rows
 
 

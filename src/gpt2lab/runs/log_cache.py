@@ -1,12 +1,13 @@
 """Read metrics.jsonl in blocks: its steps as columns of numbers, other lines as they are. No torch.
 
 Those of a long log are cached in a file beside it, so that the next reader decodes only what was appended. Whoever
-reads writes it, in one step and only where it can; it may be deleted at any time. A line that does not fit it any more
-is read from the log again, and a step itself is always read from the log.
+reads writes it, in one step and only where it can; it may be deleted at any time. It is used if the last block that it
+covers is still that of the log. A single step, as a resume needs it, is read from the log itself.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
 import operator
@@ -107,7 +108,9 @@ class Blocks:
         """
         cache = open_regular(path, flags=os.O_RDONLY | os.O_NOFOLLOW)
         weakref.finalize(self, cache.close)
-        blocks, columns, at = [], [], 0
+        blocks: list[Block] = []
+        columns: list[bytes | int] = []
+        at = 0
         size, now = os.fstat(cache.fileno()).st_size, os.fstat(log.fileno())
         while at + _HEAD.size <= size:
             length, crc = _HEAD.unpack(os.pread(cache.fileno(), _HEAD.size, at))
@@ -128,7 +131,7 @@ class Blocks:
             return
         log.seek(last.begin)
         if zlib.crc32(log.read(last.end - last.begin)) == last.crc:
-            self.blocks, self._columns, self._cache = blocks, list(columns), cache
+            self.blocks, self._columns, self._cache = blocks, columns, cache
 
     def _save(self, path: Path, log: IO[bytes]) -> None:
         """Replace the cache by one that has also what was appended to the log.
@@ -161,19 +164,31 @@ class Blocks:
             else:
                 data = columns[begin : begin + size]
             if zlib.crc32(data) != block.sums[number]:  # a damaged cache
-                data = self._decode_again(block)[begin : begin + size]
+                data = decode(self._lines_of(block), block.begin, 0)[1][begin : begin + size]
             values[row : row + block.rows] = np.frombuffer(data, _TYPES[name])
             row += block.rows
         return values
 
-    def _decode_again(self, block: Block) -> bytes:
-        assert isinstance(self._log, Path)
-        with open(self._log, "rb") as file:
+    def check(self, row: int) -> None:
+        """Check that the log still has the lines around a step: its block, and the next.
+
+        Raises: GPT2LabError if it has not; OSError.
+        """
+        ends = list(accumulate(block.rows for block in self.blocks))
+        first = bisect.bisect_right(ends, row)
+        for block in self.blocks[first : first + 2]:
+            self._lines_of(block)
+
+    def _lines_of(self, block: Block) -> bytes:
+        """Read the lines of a block again."""
+        with (
+            io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb") as file
+        ):
             file.seek(block.begin)
             data = file.read(block.end - block.begin)
         if zlib.crc32(data) != block.crc:
             raise self.changed()
-        return decode(data, block.begin, 0)[1]
+        return data
 
     def changed(self) -> GPT2LabError:
         """Return the error for a log that is not what it was, and forget its cache."""

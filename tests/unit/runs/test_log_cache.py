@@ -154,6 +154,17 @@ def test_a_step_is_read_from_the_log_itself(run_dir: Path) -> None:
     assert_says_what_the_log_says(run_dir)
 
 
+def test_what_a_resume_relies_on_is_compared_with_the_log(run_dir: Path) -> None:
+    open_log(run_dir)
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"bytes": 119000', b'"bytes": 117000'))
+    with open(path, "a") as file:
+        file.writelines(lines_of_a_start(1, attempt=3, first=701))
+    with pytest.raises(GPT2LabError, match="changed while it was read; try again"):
+        open_log(run_dir).recorded_after(250)
+    assert open_log(run_dir).recorded_after(250)["checkpoint"]["bytes"] == 117_000
+
+
 def test_damaged_lines_are_named_from_a_cache_too(run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
