@@ -14,12 +14,13 @@ import operator
 import os
 import shutil
 import struct
+import tempfile
 import weakref
 import zlib
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Annotated, BinaryIO
+from typing import IO, Annotated, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -94,19 +95,17 @@ class Blocks:
     def _use_cache(self, path: Path, log: IO[bytes]) -> None:
         """Take the blocks that are cached, after adding new ones if they are worth it and the folder takes them."""
         with contextlib.suppress(OSError):
-            self._load(path, log)
+            self._load(_open(path), log)
         size = os.fstat(log.fileno()).st_size
         if size - self._end > max(LEAST, size // _GROWTH):
-            with contextlib.suppress(OSError):  # read-only, full
-                self._save(path, log)
-                self._load(path, log)
+            with contextlib.suppress(OSError):  # no disk takes it: memory does
+                self._load(self._save(path, log), log)
 
-    def _load(self, path: Path, log: IO[bytes]) -> None:
+    def _load(self, cache: BinaryIO, log: IO[bytes]) -> None:
         """Take the blocks of a cache if it is of this log.
 
         Raises: OSError.
         """
-        cache = open_regular(path, flags=os.O_RDONLY | os.O_NOFOLLOW)
         weakref.finalize(self, cache.close)
         blocks: list[Block] = []
         columns: list[bytes | int] = []
@@ -133,20 +132,33 @@ class Blocks:
         if zlib.crc32(log.read(last.end - last.begin)) == last.crc:
             self.blocks, self._columns, self._cache = blocks, columns, cache
 
-    def _save(self, path: Path, log: IO[bytes]) -> None:
-        """Replace the cache by one that has also what was appended to the log.
+    def _save(self, path: Path, log: IO[bytes]) -> BinaryIO:
+        """Replace the cache by one that has also what was appended to the log, and open it.
 
-        Raises: OSError; the cache is then as it was.
+        Where the folder takes none, it is a file without a name that this process has for itself.
+
+        Raises: OSError.
         """
-        with staged_file(path) as temporary, open(temporary, "wb") as file:
-            if self._cache is not None:
-                self._cache.seek(0)
-                shutil.copyfileobj(self._cache, file)
-            for block, columns in decoded(log, self._end):
-                data = msgspec.json.encode(block)
-                file.write(_HEAD.pack(len(data), zlib.crc32(data, _VERSION)) + data + columns)
-            file.flush()
-            os.replace(temporary, path)
+        try:
+            with staged_file(path) as temporary:
+                with open(temporary, "wb") as file:
+                    self._write(file, log)
+                os.replace(temporary, path)
+            return _open(path)
+        except OSError:  # read-only, full
+            unnamed = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - closed with self
+            weakref.finalize(self, unnamed.close)
+            self._write(unnamed, log)
+            return unnamed
+
+    def _write(self, file: BinaryIO, log: IO[bytes]) -> None:
+        if self._cache is not None:
+            self._cache.seek(0)
+            shutil.copyfileobj(self._cache, file)
+        for block, columns in decoded(log, self._end):
+            data = msgspec.json.encode(block)
+            file.write(_HEAD.pack(len(data), zlib.crc32(data, _VERSION)) + data + columns)
+        file.flush()
 
     def column(self, name: str) -> np.ndarray:
         """Return one number of each step; it is read anew each time.
@@ -196,6 +208,10 @@ class Blocks:
             with contextlib.suppress(OSError):
                 os.unlink(self._log.with_name(CACHE))
         return GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
+
+
+def _open(cache: Path) -> BinaryIO:
+    return open_regular(cache, flags=os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def decoded(log: IO[bytes], begin: int) -> Iterator[tuple[Block, bytes]]:

@@ -190,6 +190,8 @@ def test_a_folder_that_takes_no_file_has_no_cache(
     with monkeypatch.context() as patch:
         patch.setattr(log_cache, "staged_file", fail)
         assert_says_what_the_log_says(run_dir)
+        patch.setattr("tempfile.TemporaryFile", lambda: fail(run_dir))
+        assert_says_what_the_log_says(run_dir)
     (run_dir / CACHE).mkdir()
     assert_says_what_the_log_says(run_dir)
     assert {path.name for path in run_dir.iterdir()} == {"metrics.jsonl", CACHE}
