@@ -35,12 +35,15 @@ def main(argv: list[str]) -> int:
     from gpt2lab.runs import history
     from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder
+    from gpt2lab.runs.log_cache import CACHE
 
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
         removed, original = remove_damaged_lines(run_dir / METRICS)
+        with contextlib.suppress(OSError):
+            os.unlink(run_dir / CACHE)
     shown = paths.display_path(run_dir / METRICS)
     for number, what in removed[:_SHOWN]:
         print(f"{shown} line {number:,}: {what}; removed")

@@ -246,7 +246,7 @@ def running_medians(values: np.ndarray, at: np.ndarray) -> np.ndarray:
     chosen = np.random.RandomState(0).random(_LOOKED_AT)  # in a window of width 1
 
     def window(place: int, reach: int) -> np.ndarray:
-        begin, width = place - reach, 2 * reach + 1
+        begin, width = place - reach, min(2 * reach + 1, len(values) - place + reach)
         if width <= _LOOKED_AT:
             return values[begin : begin + width]
         return values[begin + (chosen * width).astype(int)]

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import io
 import json
-import operator
 import re
-import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,24 +31,14 @@ from gpt2lab.files import (
     object_with,
     or_null,
 )
-from gpt2lab.runs.events import (
-    COLUMNS,
-    LIMIT,
-    METRICS,
-    Event,
-    Step,
-    as_step,
-    decode_step,
-    load_line,
-    parse_line,
-)
+from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
+from gpt2lab.runs.log_cache import Blocks
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
 _TAIL = 1 << 20  # bytes
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
-_NEWLINE = ord("\n")
 
 
 def _numbers(*names: str) -> Rule:
@@ -135,21 +123,21 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
             yield parse_line(line)
 
 
-def open_log(run_dir: Path, columns: Sequence[str] = COLUMNS) -> Log:
-    """Read a run's log; its `problem` names damaged lines, which are left out. `columns`: those to keep of its steps.
+def open_log(run_dir: Path) -> Log:
+    """Read a run's log; its `problem` names damaged lines, which are left out.
 
     Raises: OSError.
     """
     path = run_dir / METRICS
-    return Log(path if path.exists() else b"", columns)
+    return Log(path if path.exists() else b"")
 
 
-def read_log(run_dir: Path, columns: Sequence[str] = COLUMNS) -> Log:
+def read_log(run_dir: Path) -> Log:
     """Read a run's log as `open_log` does, and warn of damaged lines, once a process.
 
     Raises: GPT2LabError if no line of it is an event; OSError.
     """
-    log = open_log(run_dir, columns)
+    log = open_log(run_dir)
     if log.problem and not log:
         raise GPT2LabError(log.problem)
     if log.problem:
@@ -172,11 +160,11 @@ class Log:
     """The events of a run: its steps as columns of numbers, all others as they were logged.
 
     Current are the steps that led to the newest weights: a start from step N (0 for a fresh one), or a rewind to it,
-    drops earlier events after step N. A million lines take about a second to read, and a column of them 8 MB.
+    drops earlier events after step N. Columns are read when they are asked for: of a million steps, 8 MB each.
     """
 
-    def __init__(self, log: Path | bytes, columns: Sequence[str] = COLUMNS) -> None:
-        """Read a file, or lines that are in no file; keep these columns of the steps.
+    def __init__(self, log: Path | bytes) -> None:
+        """Read a file, or lines that are in no file.
 
         Raises: OSError.
         """
@@ -185,8 +173,9 @@ class Log:
         self._rows: list[int] = []  # of each, the steps logged before it
         self._damaged: list[str] = []  # the first lines that are, and what is wrong with them
         self._num_damaged = 0
-        self._columns = self._read(columns)
-        self._attempts, self._steps = self._columns["attempt"], self._columns["step"]
+        self._blocks = Blocks(log)
+        self._read_others()
+        self._attempts, self._steps = self._blocks.column("attempt"), self._blocks.column("step")
         self.numbers, self._current = self._follow(self._steps)
 
     @classmethod
@@ -197,38 +186,21 @@ class Log:
     def _open(self) -> IO[bytes]:
         return io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb")
 
-    def _read(self, names: Sequence[str]) -> np.ndarray:
-        """Read all lines, and return a row of each step: `place` of its line in the file, its numbers, and these."""
-        values_of = operator.attrgetter("attempt", "step", *names)
-        pack = struct.Struct(f"<QII{len(names)}d").pack
-        types = {"place": "<u8", "attempt": "<u4", "step": "<u4", **dict.fromkeys(names, "<f8")}
-        rows = bytearray()
-        place = count = 0
-        with self._open() as file:
-            for number, line in enumerate(file, start=1):
-                if line[-1] != _NEWLINE:  # it is being written, or its writer was killed
-                    break
-                step = decode_step(line) or self._add(line, number, row=count)
-                if step is not None:
-                    rows += pack(place, *values_of(step))
-                    count += 1
-                place += len(line)
-        return np.frombuffer(rows, list(types.items()))
-
-    def _add(self, line: bytes, number: int, *, row: int) -> Step | None:
-        """Keep an event other than a step, or count a damaged line; return a step that `decode_step` does not take."""
-        try:
-            event = parse_line(line)
-        except ValueError as error:
-            self._num_damaged += 1
-            if len(self._damaged) < _NAMED_LINES:
-                self._damaged.append(f"line {number:,}: {error}")
-            return None
-        if event["event"] == "step":
-            return as_step(event)
-        self._rows.append(row)
-        self.events.append(event)
-        return None
+    def _read_others(self) -> None:
+        """Keep the events other than steps, and name damaged lines."""
+        row, first = 0, 1
+        for block in self._blocks.blocks:
+            for count, (number, line) in enumerate(block.others):
+                try:
+                    self.events.append(parse_line(line))
+                    self._rows.append(row + number - count)
+                except ValueError as error:
+                    self._num_damaged += 1
+                    if len(self._damaged) < _NAMED_LINES:
+                        self._damaged.append(f"line {first + number:,}: {error}")
+            row += block.rows
+            first += block.rows + len(block.others)
+            block.others = []
 
     @functools.cached_property
     def problem(self) -> str | None:
@@ -275,12 +247,12 @@ class Log:
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""
-        values = self._columns[name]
+        values = self._blocks.column(name)
         return values if len(self._current) == len(values) else values[self._current]
 
     def last_start(self, name: str) -> np.ndarray:
         """Return a field of all steps of the last start, in order."""
-        return self._columns[name][self._attempts == self.last_attempt]
+        return self._blocks.column(name)[self._attempts == self.last_attempt]
 
     def farthest_step(self, attempt: int) -> int | None:
         """Return the highest step that a start trained, None if it trained none."""
@@ -289,7 +261,7 @@ class Log:
 
     def peak_memory(self) -> int | None:
         """Return the peak memory of all steps that were ever logged, in bytes; None before the first."""
-        known = self._columns["peak_memory_bytes"]
+        known = self._blocks.column("peak_memory_bytes")
         known = known[~np.isnan(known)]
         return int(known.max()) if len(known) else None
 
@@ -307,8 +279,10 @@ class Log:
         place = int(np.searchsorted(self.numbers, number))
         if place == len(self.numbers) or self.numbers[place] != number:
             return None
+        row = int(self._current[place])
+        self._blocks.check(row)  # a resume relies on what is read here
         with self._open() as file:
-            return self._step_at(int(self._current[place]), file)
+            return self._step_at(row, self._blocks.column("place"), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
         """Return {kind: event} of the current events at exactly this step."""
@@ -338,17 +312,20 @@ class Log:
 
         Raises: GPT2LabError if the log was changed meanwhile.
         """
+        places = self._blocks.column("place")
         with self._open() as file:
             for row in np.sort(self._current).tolist():
-                yield self._step_at(row, file)
+                yield self._step_at(row, places, file)
 
-    def _step_at(self, row: int, file: IO[bytes]) -> Event:
-        file.seek(int(self._columns["place"][row]))
-        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
-            event: Event = load_line(file.readline())  # checked when the log was read
-            if (event["attempt"], event["step"]) == (self._attempts[row], self._steps[row]):
+    def _step_at(self, row: int, places: np.ndarray, file: IO[bytes]) -> Event:
+        """Read a step from the log itself."""
+        with contextlib.suppress(ValueError, OSError):
+            file.seek(int(places[row]))
+            event = parse_line(file.readline())
+            found = event["event"], event["attempt"], event["step"]
+            if found == ("step", self._attempts[row], self._steps[row]):
                 return event
-        raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
+        raise self._blocks.changed()
 
     def spent_seconds(self) -> float:
         """Return the seconds that all starts took together, without the pauses between them."""
@@ -356,11 +333,13 @@ class Log:
         last_row: dict[int, int] = {}
         is_last = np.ones(len(self._attempts), bool)
         is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
+        all_elapsed = self._blocks.column("elapsed_seconds")
+        step_seconds = self._blocks.column("step_seconds")
         for row in np.flatnonzero(is_last).tolist():
             attempt = int(self._attempts[row])
             # elapsed_seconds counts from the beginning of the start.
-            elapsed = float(self._columns["elapsed_seconds"][row])
-            spent[attempt] = elapsed if elapsed > 0 else float(self._columns["step_seconds"][row])
+            elapsed = float(all_elapsed[row])
+            spent[attempt] = elapsed if elapsed > 0 else float(step_seconds[row])
             last_row[attempt] = row
         for row, event in zip(self._rows, self.events, strict=True):
             attempt = event["attempt"]
@@ -377,7 +356,7 @@ class Log:
             if event["attempt"] == self.last_attempt and len(rows) and row <= rows[0]
         )
 
-    def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray | range]:
         """Return the numbers of the current steps, ascending, and of each its row."""
         is_current, end, limit = np.ones(len(steps), bool), len(steps), LIMIT
         for row, event in zip(reversed(self._rows), reversed(self.events), strict=True):
@@ -385,14 +364,14 @@ class Log:
                 is_current[row:end] = steps[row:end] <= limit
                 end, limit = row, min(limit, event["step"])
         is_current[:end] = steps[:end] <= limit
-        if is_current.all():
-            numbers, rows = steps, np.arange(len(steps), dtype=np.uint32)
-        else:
+        numbers = steps
+        rows: np.ndarray | range = range(len(steps))
+        if not is_current.all():
             rows = np.flatnonzero(is_current).astype(np.uint32)
             numbers = steps[rows]
         if (numbers[1:] <= numbers[:-1]).any():  # logged twice by one start: the later counts
             numbers, from_end = np.unique(numbers[::-1], return_index=True)
-            rows = rows[::-1][from_end]
+            rows = np.asarray(rows)[::-1][from_end]
         return numbers, rows
 
 

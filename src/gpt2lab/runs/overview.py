@@ -53,7 +53,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
     """Return the status of one run; a file that cannot be read becomes its `problem`. `log`: if it was read before."""
     now, problem, newest = time.time(), None, None
     try:
-        log = log or history.open_log(run_dir, ())
+        log = log or history.open_log(run_dir)
         newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
         log, problem = log or Log.of([]), str(error)

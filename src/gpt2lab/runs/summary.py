@@ -20,7 +20,7 @@ from gpt2lab.runs.history import Log
 
 def describe_run(run_dir: Path) -> str:
     """Write a run's report: losses, speed, sample, checkpoints, and the commands that come next."""
-    log = history.read_log(run_dir, ("step_seconds", "tokens_per_second"))
+    log = history.read_log(run_dir)
     samples = log.current("sample")
     rows = [*_losses(log)]
     if len(log.numbers):

@@ -87,6 +87,14 @@ def test_the_page_of_a_long_log_is_small(run_dir: Path, tmp_path: Path) -> None:
     assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
+def test_a_running_median_over_many_values_ends_with_the_last() -> None:
+    values = np.ones(200_000)
+    values[-100_000:] = 3.0
+    even = np.array(curves.spread(range(len(values)), 400))
+    found = curves.running_medians(values, even)
+    assert (found[0], found[-1]) == (1.0, 3.0)
+
+
 def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
     event = {"event": "eval", "time": 1.0, "attempt": 2, "step": 10, "val_loss": "high"}
     wrong = {"event": "step", "time": 1.0, "attempt": 2, "step": 13, "loss": None, "tokens": 832}
