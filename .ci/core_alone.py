@@ -23,6 +23,22 @@ CORE = {
     *("config", "tokenizers", "model", "optim", "distributed", "checkpoint"),
     *("data", "runs", "evaluation", "training"),
 }
+# `src/train.py` of the core alone; the real one imports what surrounds a run.
+_DOOR = """
+import sys
+from gpt2lab.commands.command_line import parse
+from gpt2lab.commands.entry import run
+from gpt2lab.runs.console import never_wait_for_stderr
+from gpt2lab.training.pretrain import pretrain
+
+def main(argv):
+    never_wait_for_stderr()
+    pretrain(parse(argv).request)
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(run(main))
+"""
 _TRAIN = """
 import sys
 from pathlib import Path
@@ -78,7 +94,9 @@ def copy_core(to: Path) -> None:
     package = to / "src" / "gpt2lab"
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src" / "gpt2lab", package, ignore=skip)
-    shutil.copytree(ROOT / "tests", to / "tests", ignore=skip)
+    for folder in ("tests", "scripts", "benchmarks"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=skip)
+    (to / "src" / "train.py").write_text(_DOOR)
     shutil.copy(ROOT / "pyproject.toml", to)
     (to / "data").mkdir()
     (to / "checkpoints").mkdir()

@@ -6,15 +6,20 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2lab.commands import command_line
 from gpt2lab.config.request import RunRequest
-from gpt2lab.config.schema import RecipeName
+from gpt2lab.config.schema import Config, RecipeName
+from gpt2lab.runs.target import find_target
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
+
+if TYPE_CHECKING:
+    from gpt2lab.evaluation.validation import ValidationLoss
 
 VOCAB = 256
 CONTEXT = 16
@@ -131,3 +136,15 @@ def resolved(argv: Sequence[str], *, world_size: int = 1) -> Start:
     arguments = command_line.parse(list(argv))
     planner = planner_of(arguments.actions)
     return resolve(arguments.request, world_size=world_size, set_aside=False, planner=planner)
+
+
+def evaluated(name: str, checkpoint_dir: Path, **what: Any) -> ValidationLoss:
+    """Return the validation loss of a run's newest weights, or of other weights, on the CPU."""
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.evaluation import request as evaluation
+
+    target, runtime = find_target(name, checkpoint_dir), Runtime()
+    request = evaluation.EvaluationRequest(name, checkpoint_dir, device="cpu", **what)
+    settings = target.checkpoint.config() if target.checkpoint else Config()
+    subject = evaluation.load_subject(request, target, settings, runtime)
+    return evaluation.measure_loss(subject, evaluation.open_shards(subject)[1])

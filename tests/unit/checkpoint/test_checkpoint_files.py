@@ -27,12 +27,10 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.commands import dry_run
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
-from tiny import parse
 from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
@@ -266,32 +264,6 @@ def test_the_checkpoint_resumed_from_stays_until_two_newer_ones_exist(run):
     assert list(run.checkpoints()) == [4, 6]
     run.train("--max_steps=12", "--resume=4", "--stop_after_steps=8")
     assert list(run.checkpoints()) == [8], "two newer ones: 6 (taken again) and 8"
-
-
-def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_run(
-    run, monkeypatch, capsys
-):
-    # Bytes a parameter x parameters x (two rolling ones, best, its predecessor, one being written).
-    needed = 12 * 34_176 * 5
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, needed - 1))
-    flags = [*run.flags, "--max_steps=4"]
-    dry_run.print_plan(parse([*flags, "--dry_run"]))
-    told = capsys.readouterr().out
-    assert f"{run.path.parent}: the checkpoints to be kept need 2.05 MB, 2.05 MB free" in told
-    assert "lower --keep_checkpoints" in told
-    run.train("--max_steps=4")
-    [warning] = [e["message"] for e in run.events("warning") if "to be kept" in e["message"]]
-    assert warning in told
-
-
-def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
-    run.train("--max_steps=40", "--stop_after_steps=10")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 4_000_000))
-    flags = [*run.flags, "--max_steps=40", "--dry_run"]
-    dry_run.print_plan(parse([*flags, "--resume=latest"]))
-    assert "to be kept" not in capsys.readouterr().out, "5 of the 13 are there"
-    dry_run.print_plan(parse([*flags, "--run_name=other"]))
-    assert "to be kept" in capsys.readouterr().out
 
 
 def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):

@@ -271,14 +271,14 @@ CASES = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path, monkeypatch) -> Place:
     write_shards(tmp_path / "data", train=(400, 300), val=(150,))
     monkeypatch.chdir(tmp_path)
     return Place(tmp_path)
 
 
 @pytest.fixture(autouse=True)
-def _no_native_bf16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_native_bf16(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(runtime, "native_bf16", lambda device: False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -307,7 +307,7 @@ def assert_is_rejection(code: int, out: str, err: str, says: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name: str, place: Place) -> None:
+def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place):
     case = CASES[name]
     case.spoil(place)
     before = snapshot(place.folder)
@@ -329,7 +329,7 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name: str, pla
         *("batch does not divide", "run exists already", "latest of no run", "another rate"),
     ],
 )
-def test_a_dry_run_rejects_the_same(name: str, place: Place) -> None:
+def test_a_dry_run_rejects_the_same(name, place):
     case = CASES[name]
     case.spoil(place)
     before = snapshot(place.folder)
@@ -344,7 +344,7 @@ def test_a_dry_run_rejects_the_same(name: str, place: Place) -> None:
         pytest.param("file where the runs should go", marks=pytest.mark.slow),
     ],
 )
-def test_the_program_itself_rejects_with_exit_code_2(name: str, place: Place) -> None:
+def test_the_program_itself_rejects_with_exit_code_2(name, place):
     case = CASES[name]
     case.spoil(place)
     before = snapshot(place.folder)
@@ -360,7 +360,7 @@ def test_the_program_itself_rejects_with_exit_code_2(name: str, place: Place) ->
     assert snapshot(place.folder) == before
 
 
-def test_the_flags_of_these_tests_are_good_ones(place: Place) -> None:
+def test_the_flags_of_these_tests_are_good_ones(place):
     start = resolve(parse(FLAGS), world_size=1, set_aside=False)
     assert start.plan.max_steps == 20
     place.checkpoint(5)
@@ -371,9 +371,7 @@ def test_the_flags_of_these_tests_are_good_ones(place: Place) -> None:
     assert open_data(place.data, vocab_size=VOCAB).tokens("train") == 700
 
 
-def test_of_many_processes_only_the_first_prints_a_rejection(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_processes_only_the_first_prints_a_rejection(place, monkeypatch):
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         done = launch.call(TRAIN, *FLAGS, "--n_head=3", "--dry_run", folder=place.folder)
@@ -381,9 +379,7 @@ def test_of_many_processes_only_the_first_prints_a_rejection(
 
 
 @pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
-def test_run_name_must_be_a_plain_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_run_name_must_be_a_plain_name(tmp_path, monkeypatch, name):
     write_shards(tmp_path / "data", train=(400, 300), val=(150,))
     monkeypatch.chdir(tmp_path)
     argv = [flag for flag in FLAGS if not flag.startswith("--run_name")]
@@ -400,16 +396,14 @@ def test_run_name_must_be_a_plain_name(
         ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
     ],
 )
-def test_a_verb_without_effect_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]
-) -> None:
+def test_a_verb_without_effect_is_rejected(tmp_path, monkeypatch, argv):
     write_shards(tmp_path / "data", train=(400, 300), val=(150,))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GPT2LabError):
         resolve(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
 
 
-def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path) -> None:
+def test_another_batch_needs_the_length_in_steps(tmp_path, tiny_data):
     """An epoch of another batch has another number of steps, and the ones done count for more or less."""
     flags = [
         f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--max_steps"))
@@ -426,7 +420,7 @@ def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path
 
 
 @pytest.mark.parametrize("line", ["5", "{}", "[]", "[" * 100_000])
-def test_a_metrics_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+def test_a_metrics_line_that_is_no_event_is_named(tmp_path, line):
     good = '{"event": "step", "time": 1.0, "attempt": 1, "step": 1}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n")
     assert "line 2: " in str(open_log(tmp_path).problem)
@@ -436,7 +430,7 @@ def test_a_metrics_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["binary", "folder"])
-def test_an_odd_label_is_passed_over(tmp_path: Path, kind: str) -> None:
+def test_an_odd_label_is_passed_over(tmp_path, kind):
     (tmp_path / "labels").mkdir()
     if kind == "binary":
         (tmp_path / "labels" / "best").write_bytes(b"\xff\xfe")
@@ -445,7 +439,7 @@ def test_an_odd_label_is_passed_over(tmp_path: Path, kind: str) -> None:
     assert catalog.list_checkpoints(tmp_path) == ([], [])
 
 
-def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path: Path) -> None:
+def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path):
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
     [path] = (tmp_path / "out").glob("*_train_*.npy")

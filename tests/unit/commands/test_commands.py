@@ -75,7 +75,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """Return a folder with two runs of 100 checkpoints; treat as read-only."""
     folder = tmp_path_factory.mktemp("listing") / "runs"
     for name in ("alpha", "beta"):
@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def workplace(tmp_path) -> Path:
     """Return a working directory far from the repository, with tiny data in `d`."""
     write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
     return tmp_path
@@ -123,8 +123,8 @@ QUICK = {
     [PeerError("another process died"), RuntimeError("[gloo] Connection closed by peer")],
 )
 def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
-    cause: Exception, consequence: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cause, consequence, tmp_path, monkeypatch
+):
     """Torchrun compares whole seconds and takes the lowest rank of equals; here the cause is rank 1."""
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
     failures = {}
@@ -136,9 +136,7 @@ def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
     assert str(cause) in str(ChildFailedError("train.py", failures)).split("Root Cause")[1]
 
 
-def test_a_report_to_torchrun_is_complete_or_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_to_torchrun_is_complete_or_not_there(tmp_path, monkeypatch):
     """Torchrun ends the other ranks while they write theirs, and fails itself on half a report."""
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
@@ -148,7 +146,7 @@ def test_a_report_to_torchrun_is_complete_or_not_there(
     assert not report.exists()
 
 
-def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) -> None:
+def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path):
     words = {
         **{"prepare_data.py": ["x"], "estimate_time.py": [], "evaluate.py": ["x"]},
         **{"export_hf.py": ["x", "--out=y"], "sample.py": ["x", "--prompt=a"]},
@@ -168,16 +166,14 @@ def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) ->
         assert done.returncode == 2, program
 
 
-def test_ctrl_c_while_python_makes_a_class_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_while_python_makes_a_class_is_one_line(capsys):
     error = RuntimeError("Error calling __set_name__ on 'Field' instance")
     error.__cause__ = KeyboardInterrupt()
     assert run_command(Mock(side_effect=error)) == 1
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_an_old_python_is_told_so_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", (3, 8))
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(TRAIN.parent / "gpt2lab" / "__init__.py"))
@@ -188,9 +184,7 @@ def test_an_old_python_is_told_so_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_a_quick_command_never_imports_torch_and_writes_nothing(
-    workplace: Path, command: str
-) -> None:
+def test_a_quick_command_never_imports_torch_and_writes_nothing(workplace, command):
     write_checkpoint(workplace / "runs" / "other", 5)
     before = tree(workplace)
     answer = run(TRAIN, *QUICK[command], cwd=workplace, python=("-X", "importtime"))
@@ -201,7 +195,7 @@ def test_a_quick_command_never_imports_torch_and_writes_nothing(
     assert not {name for name in imported if name.split(".")[0] == "torch"}
 
 
-def test_help_names_every_flag(tmp_path: Path) -> None:
+def test_help_names_every_flag(tmp_path):
     answer = call(TRAIN, "--help-all", folder=tmp_path)
     assert (answer.returncode, answer.stderr) == (0, "")
     shown = set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
@@ -212,7 +206,7 @@ def test_help_names_every_flag(tmp_path: Path) -> None:
     assert of_tuning <= set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
 
 
-def test_listing_from_a_foreign_folder_shows_what_is_there(workplace: Path) -> None:
+def test_listing_from_a_foreign_folder_shows_what_is_there(workplace):
     write_checkpoint(workplace / "runs" / "first", 5)
     write_checkpoint(workplace / "runs" / "first", 10, kind="final")
     answer = call(TRAIN, "--list_checkpoints", "--checkpoint_dir=runs", folder=workplace)
@@ -226,7 +220,7 @@ def test_listing_from_a_foreign_folder_shows_what_is_there(workplace: Path) -> N
     ]
 
 
-def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace: Path) -> None:
+def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace):
     argv = ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
     answer = call(TRAIN, *argv, folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
@@ -237,7 +231,7 @@ def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace: Path) -> None
     assert "shards.json" in answer.stdout  # the warning about foreign data
 
 
-def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace: Path) -> None:
+def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace):
     argv = ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
     answer = call(TRAIN, *argv, folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
@@ -253,7 +247,7 @@ def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace: Path) -> None:
     assert set(plan["config"]) == set(LEAVES)
 
 
-def test_preparing_from_a_foreign_folder_writes_where_it_was_told(tmp_path: Path) -> None:
+def test_preparing_from_a_foreign_folder_writes_where_it_was_told(tmp_path):
     (tmp_path / "corpus.txt").write_text("It was the best of times, it was the worst. " * 200)
     answer = call(
         "prepare_data.py", "corpus.txt", "--out=shards", "--max_tokens=900", folder=tmp_path
@@ -273,9 +267,7 @@ def test_preparing_from_a_foreign_folder_writes_where_it_was_told(tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "shards"}
 
 
-def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(runs, capsys):
     """Each is read once, and no tensor file at all: that is why it takes less than half a second."""
     before = tree(runs)
     with launch.opened_files(runs) as opened:
@@ -290,9 +282,7 @@ def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(
     assert sum(line.split()[1:3] == ["rolling,", "best"] for line in lines) == 2
 
 
-def test_the_listing_as_json_is_exactly_one_object(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_listing_as_json_is_exactly_one_object(runs, capsys):
     assert print_checkpoints(runs, run_name=None, as_json=True) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -310,7 +300,7 @@ def test_the_listing_as_json_is_exactly_one_object(
         assert newest["val_loss"] == pytest.approx(0.1)
 
 
-def test_one_run_is_listed_alone_when_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_is_listed_alone_when_named(runs, capsys):
     print_checkpoints(runs, run_name="beta", as_json=True)
     (only,) = json.loads(capsys.readouterr().out)["runs"]
     assert only["run_name"] == "beta"
@@ -318,9 +308,7 @@ def test_one_run_is_listed_alone_when_named(runs: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("place", ["missing", "empty", "a file"])
-def test_a_folder_without_runs_is_listed_as_such_and_not_created(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, as_json: bool
-) -> None:
+def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsys, place, as_json):
     folder = tmp_path / "runs"
     if place == "empty":
         folder.mkdir()
@@ -336,9 +324,7 @@ def test_a_folder_without_runs_is_listed_as_such_and_not_created(
         assert out == f"no checkpoints in {folder}\n"
 
 
-def test_a_damaged_manifest_is_shown_and_not_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_manifest_is_shown_and_not_counted(tmp_path, capsys):
     for step in (5, 10):
         write_checkpoint(tmp_path / "r", step)
     path = tmp_path / "r" / "step_00000010" / "manifest.json"
@@ -353,9 +339,7 @@ def test_a_damaged_manifest_is_shown_and_not_counted(
     assert len(entry["damaged"]) == 1
 
 
-def test_half_written_checkpoints_are_never_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_half_written_checkpoints_are_never_listed(tmp_path, capsys):
     write_checkpoint(tmp_path / "r", 5)
     with pytest.raises(FileExistsError), staged(tmp_path / "r", 10) as staging:
         [staging.add("model.safetensors", b"w") for _ in range(2)]  # the second write fails
@@ -368,7 +352,7 @@ def test_half_written_checkpoints_are_never_listed(
     assert not list((tmp_path / "r").glob(".tmp-00000010*"))
 
 
-def test_a_terminal_that_lacks_a_character_is_no_error(runs: Path, tmp_path: Path) -> None:
+def test_a_terminal_that_lacks_a_character_is_no_error(runs, tmp_path):
     (tmp_path / "läufe").symlink_to(runs)
     answer = subprocess.run(
         [sys.executable, str(TRAIN), "--list_checkpoints", "--checkpoint_dir", "läufe"],
@@ -390,15 +374,13 @@ def test_a_terminal_that_lacks_a_character_is_no_error(runs: Path, tmp_path: Pat
         (errno.EBADF, 1, "Traceback"),
     ],
 )
-def test_what_the_system_rejects_is_one_line_and_a_bug_is_not(
-    capsys: pytest.CaptureFixture[str], number: int, code: int, line: str
-) -> None:
+def test_what_the_system_rejects_is_one_line_and_a_bug_is_not(capsys, number, code, line):
     error = OSError(number, os.strerror(number), "/data/x")
     assert run_command(Mock(side_effect=error)) == code
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) -> None:
+def test_a_listing_into_a_closed_pipe_is_no_error(runs, tmp_path):
     command = f"'{sys.executable}' '{TRAIN}' --list_checkpoints --checkpoint_dir '{runs}'"
     answer = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"],
@@ -412,7 +394,7 @@ def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["chat", "evaluate", "export", "sample", "serve"])
-def test_help_of_a_target_names_the_hub(name: str) -> None:
+def test_help_of_a_target_names_the_hub(name):
     assert "hf:NAME" in call(name, "--help").stdout
 
 
@@ -426,9 +408,7 @@ def test_help_of_a_target_names_the_hub(name: str) -> None:
         ("data tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
     ],
 )
-def test_a_number_that_cannot_be_is_rejected_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
-) -> None:
+def test_a_number_that_cannot_be_is_rejected_before_any_work(tmp_path, monkeypatch, line, says):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(says)):
         verbs.main(line.split())

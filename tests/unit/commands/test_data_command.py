@@ -32,13 +32,13 @@ def data(*words: object) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def many(tmp_path: Path) -> Path:
+def many(tmp_path) -> Path:
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 8)
     run_prepare(source, tmp_path / "many", shard_tokens=1500, val_tokens=700)
     return tmp_path / "many"
 
 
-def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
+def test_verify_finds_nothing_wrong_with_what_was_prepared(many):
     code, said, _ = data("verify", many)
     assert code == 0
     assert said.startswith("every file matches shards.json\n")
@@ -46,9 +46,7 @@ def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [97, 1 << 22])
-def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
+def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(tmp_path, monkeypatch, block):
     monkeypatch.setattr(verify_module, "_BLOCK", block)
     generator = np.random.default_rng(1)
     train = [generator.integers(0, 50257, 2000).astype(np.uint16) for _ in range(2)]
@@ -64,7 +62,7 @@ def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(
     assert measure_overlap(open_data(tmp_path, vocab_size=2**16)) == pytest.approx(expected)
 
 
-def test_verify_names_each_damaged_file(many: Path) -> None:
+def test_verify_names_each_damaged_file(many):
     paths = sorted(many.glob("*_train_*.npy"))
     flipped = bytearray(paths[0].read_bytes())
     flipped[-1] ^= 1
@@ -86,7 +84,7 @@ def test_verify_names_each_damaged_file(many: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", range(0, 1024, 37))
-def test_verify_finds_any_flipped_bit(prepared: Path, bit: int) -> None:
+def test_verify_finds_any_flipped_bit(prepared, bit):
     path = prepared / "tiny_val_000000.npy"
     content = bytearray(path.read_bytes())
     content[bit * len(content) // 1024] ^= 1 << bit % 8
@@ -94,13 +92,13 @@ def test_verify_finds_any_flipped_bit(prepared: Path, bit: int) -> None:
     assert len(verify(prepared)) == 1
 
 
-def test_verify_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_verify_names_a_folder_that_is_not_there(tmp_path):
     code, _, error = data("verify", tmp_path / "nosuch")
     assert code == 2
     assert error.startswith(f"error: {tmp_path / 'nosuch'}: no such data folder; gpt2lab ")
 
 
-def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
+def test_verify_without_a_manifest_says_how_to_get_one(tmp_path):
     folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
     code, _, error = data("verify", folder)
     assert code == 2
@@ -111,7 +109,7 @@ def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
 # -- stats -----------------------------------------------------------------------------------------------------------
 
 
-def test_stats_are_those_of_the_text(many: Path) -> None:
+def test_stats_are_those_of_the_text(many):
     stats = measure(many)
     lengths = [len(gpt2_encoding().encode_ordinary(text)) + 1 for text in TEXTS * 8]
     assert stats["train"].tokens + stats["val"].tokens == sum(lengths)
@@ -128,7 +126,7 @@ def test_stats_are_those_of_the_text(many: Path) -> None:
 # -- import ----------------------------------------------------------------------------------------------------------
 
 
-def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path: Path) -> None:
+def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):
     folder = tmp_path / "old"
     folder.mkdir()
     for number, split in ((0, "val"), (1, "train"), (2, "train")):
@@ -153,7 +151,7 @@ def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
     return folder
 
 
-def test_nanogpts_files_train_as_they_are(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_nanogpts_files_train_as_they_are(tmp_path, tiny_flags):
     folder = write_nanogpt(tmp_path / "openwebtext")
     before = snapshot(folder)
     import_folder(folder)
@@ -167,7 +165,7 @@ def test_nanogpts_files_train_as_they_are(tmp_path: Path, tiny_flags: list[str])
     assert tokens.windows[0].tolist() == raw[first : first + CONTEXT + 1].tolist()
 
 
-def test_characters_are_not_taken_for_gpt2_ids(tmp_path: Path) -> None:
+def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
     folder = write_nanogpt(tmp_path / "shakespeare_char", largest=65)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
     code, said, _ = data("import", folder)
@@ -188,9 +186,7 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path: Path) -> None:
         ("empty", r"val\.bin: empty"),
     ],
 )
-def test_what_cannot_be_imported_is_rejected_and_left_alone(
-    tmp_path: Path, case: str, message: str
-) -> None:
+def test_what_cannot_be_imported_is_rejected_and_left_alone(tmp_path, case, message):
     folder = write_nanogpt(tmp_path / "d")
     if case == "nothing":
         (folder / "train.bin").unlink()
@@ -212,8 +208,8 @@ def test_what_cannot_be_imported_is_rejected_and_left_alone(
 
 
 def test_show_gives_the_tokens_of_a_step_also_after_a_resume_with_another_batch(
-    tmp_path: Path, tiny_flags: list[str]
-) -> None:
+    tmp_path, tiny_flags
+):
     pretrain(parse([*tiny_flags, "--max_steps=12", "--stop_after_steps=8"]))
     change = ["--total_batch_size=256", "--allow_change=total_batch_size"]
     pretrain(parse([*tiny_flags, "--max_steps=12", "--resume=latest", *change]))
@@ -230,7 +226,7 @@ def test_show_gives_the_tokens_of_a_step_also_after_a_resume_with_another_batch(
     assert [list(map(int, line.split())) for line in shown] == windows.tolist()
 
 
-def test_show_text_is_the_text_that_was_prepared(prepared: Path, tmp_path: Path) -> None:
+def test_show_text_is_the_text_that_was_prepared(prepared, tmp_path):
     flags = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--context_length=64", "--device=cpu"]
     flags += ["--total_batch_size=64", "--mini_batch_size=1", "--max_steps=1", "--val_tokens=64"]
     flags += [f"--data_dir={prepared}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
@@ -241,7 +237,7 @@ def test_show_text_is_the_text_that_was_prepared(prepared: Path, tmp_path: Path)
     assert text in said
 
 
-def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_show_rejects_what_it_cannot_prove(tmp_path, tiny_flags):
     folder = write_shards(tmp_path / "data", train=(1000, 900), val=(300,))
     flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
     pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
@@ -268,7 +264,7 @@ def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
 # -- merge and the command itself ------------------------------------------------------------------------------
 
 
-def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:
+def test_merge_as_a_user_calls_it(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     for i in (1, 2):
         run_prepare(source, tmp_path / f"part{i}", part=(i, 2), group_bytes=3_000, val_tokens=200)
@@ -289,7 +285,7 @@ def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:
         (["show", "--run", "x"], "--step"),
     ],
 )
-def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
+def test_a_wrong_call_is_one_line(words, message):
     code, said, error = data(*words)
     assert (code, said) == (2, "")
     assert error.startswith("error: ")

@@ -6,16 +6,13 @@ import importlib.metadata
 import json
 import platform
 import shutil
-from pathlib import Path
-
-import pytest
 
 import launch
 from gpt2lab import __version__
-from whole_run import LAST, Run
+from whole_run import LAST
 
 
-def test_it_prints_versions_and_hardware() -> None:
+def test_it_prints_versions_and_hardware():
     code, said, error = launch.call("doctor")
     assert (code, error) == (0, "")
     for name in ("torch", "numpy", "safetensors"):
@@ -31,9 +28,7 @@ def test_it_prints_versions_and_hardware() -> None:
     assert set(map(str, found["versions"])) >= {"gpt2lab", "git", "python", "torch", "triton"}
 
 
-def test_a_run_s_facts_identify_it_and_hide_its_owner(
-    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_s_facts_identify_it_and_hide_its_owner(straight, tmp_path, monkeypatch):
     home = tmp_path / "home" / "somebody"
     shutil.copytree(straight.path, home / "runs" / "tiny")
     for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD"):
@@ -59,6 +54,6 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(
         assert (other["settings_sha256"] == run["settings_sha256"]) == same
 
 
-def test_no_run_is_one_line(tmp_path: Path) -> None:
+def test_no_run_is_one_line(tmp_path):
     code, line = launch.ask("doctor", "nosuch", folder=tmp_path)
     assert (code, line[:23]) == (2, "error: nosuch: no run o")

@@ -27,7 +27,7 @@ from whole_run import Run
 
 
 @pytest.fixture(scope="module")
-def trained_once(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_once(tiny_data, tmp_path_factory) -> Path:
     """Return a working directory with a run of four steps in runs/tiny; treat as read-only."""
     folder = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(tiny_data, folder / "data")
@@ -37,12 +37,12 @@ def trained_once(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def place(trained_once: Path, tmp_path: Path) -> Path:
+def place(trained_once, tmp_path) -> Path:
     return Path(shutil.copytree(trained_once, tmp_path / "place"))
 
 
 @pytest.fixture
-def flags(place: Path) -> list[str]:
+def flags(place) -> list[str]:
     return [*Run(place / "data", place / "runs").flags, "--max_steps=4"]
 
 
@@ -67,24 +67,20 @@ def line_of(done: launch.Done) -> str:
         (["--max_hours=soon"], "--max_hours soon: not a number like 0.5"),
     ],
 )
-def test_a_misspelt_name_or_word_is_answered_with_the_right_one(
-    flags: list[str], typed: list[str], says: str
-) -> None:
+def test_a_misspelt_name_or_word_is_answered_with_the_right_one(flags, typed, says):
     flags = [one for one in flags if one.partition("=")[0] not in [w.split("=")[0] for w in typed]]
     assert says in line_of(call(TRAIN, *flags, *typed))
 
 
 @pytest.mark.parametrize("script", ["plot", "report", "runs resume-command"])
-def test_every_command_that_takes_a_run_suggests_one(place: Path, script: str) -> None:
+def test_every_command_that_takes_a_run_suggests_one(place, script):
     assert ask(script, "tinny", folder=place) == (
         2,
         "error: tinny: no run of this name in runs, and no such folder; did you mean tiny?",
     )
 
 
-def test_a_model_that_is_not_there_is_answered_with_a_similar_run_or_the_hub(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_not_there_is_answered_with_a_similar_run_or_the_hub(place, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("tny", "gpt2-nosuch"):
         code, line = ask("sample.py", name, "--prompt=a", folder=place)
@@ -98,27 +94,21 @@ def test_a_model_that_is_not_there_is_answered_with_a_similar_run_or_the_hub(
 @pytest.mark.parametrize(
     ("word", "says"), [("resume", "here it is --resume latest"), ("scratch", "leave it out")]
 )
-def test_a_word_of_nanogpt_for_the_first_weights_is_answered(
-    flags: list[str], word: str, says: str
-) -> None:
+def test_a_word_of_nanogpt_for_the_first_weights_is_answered(flags, word, says):
     flags = [flag for flag in flags if not flag.startswith("--run_name")]
     assert line_of(call(TRAIN, *flags, f"--init_from={word}")) == (
         f"error: --init_from {word}: {says}"
     )
 
 
-def test_a_preset_s_data_that_are_not_there_are_asked_for(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_s_data_that_are_not_there_are_asked_for(place, monkeypatch):
     monkeypatch.setattr(paths, "REPOSITORY", place)
     words = ["--model=gpt2-nano", f"--checkpoint_dir={place / 'runs'}", "--run_name=other"]
     assert line_of(call(TRAIN, *words)).endswith("; other data: --data_dir data/NAME")
     assert "other data" not in line_of(call(TRAIN, *words, "--data_dir=nowhere"))
 
 
-def test_misspelt_data_and_sources_are_answered_with_the_right_ones(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monkeypatch):
     monkeypatch.setattr(paths, "REPOSITORY", place)
     shutil.copytree(place / "data", place / "data" / "tiny_text")
     for typed in ("tiny_txet", "data/tiny_txet"):
@@ -130,7 +120,7 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(
     assert "hf:: no such file or folder, and not " in line_of(call("prepare_data.py", "hf:"))
 
 
-def test_list_and_status_take_a_run_s_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_status_take_a_run_s_name(place, capsys):
     where = f"--checkpoint_dir={place / 'runs'}"
     assert verbs.main(["runs", "list", "tiny", where]) == 0
     assert "tiny" in capsys.readouterr().out
@@ -161,9 +151,7 @@ atexit.register(lambda: print("torch" in sys.modules))
         ["--import_checkpoint=nosuch.pt"],
     ],
 )
-def test_a_rejection_does_not_wait_for_torch(
-    flags: list[str], typed: list[str], tmp_path: Path
-) -> None:
+def test_a_rejection_does_not_wait_for_torch(flags, typed, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
     done = subprocess.run(
         [sys.executable, str(TRAIN), *flags, *typed],
@@ -176,9 +164,7 @@ def test_a_rejection_does_not_wait_for_torch(
 
 
 @pytest.mark.parametrize("script", ["sample.py", "chat", "evaluate.py", "export_hf.py"])
-def test_neither_does_one_of_a_model_that_is_not_there(
-    place: Path, tmp_path: Path, script: str
-) -> None:
+def test_neither_does_one_of_a_model_that_is_not_there(place, tmp_path, script):
     (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
     more = {"sample.py": ["--prompt=a"], "export_hf.py": [f"--out={tmp_path / 'out'}"]}
     words = ["hf:nosuch/nosuch", *more.get(script, [])]
@@ -205,17 +191,13 @@ def test_neither_does_one_of_a_model_that_is_not_there(
         ),
     ],
 )
-def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(
-    flags: list[str], place: Path, width: str, says: str
-) -> None:
+def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(flags, place, width, says):
     flags = [*flags, f"--n_embd={width}", "--run_name=wide"]
     assert says in line_of(call(TRAIN, *flags))
     assert not (place / "runs" / "wide").exists()
 
 
-def test_a_dry_run_compares_the_memory_with_what_is_free(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_compares_the_memory_with_what_is_free(flags, monkeypatch):
     def memory(*more: str) -> str:
         done = call(TRAIN, *flags, "--run_name=other", "--dry_run", *more)
         assert done.returncode == 0, done.stderr
@@ -242,9 +224,7 @@ def test_a_dry_run_compares_the_memory_with_what_is_free(
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
 
-def test_an_error_that_all_ranks_share_is_one_line_and_torchruns_root_cause(
-    flags: list[str],
-) -> None:
+def test_an_error_that_all_ranks_share_is_one_line_and_torchruns_root_cause(flags):
     done = launch.train([*flags, "--run_name=three"], world=3)
     said = "total_batch_size 128 is not a multiple of mini_batch_size"
     assert [line for line in done.stderr.splitlines() if line.startswith(f"error: {said}")]
@@ -272,9 +252,7 @@ sys.addaudithook(interrupt)
         ["-c", "from gpt2lab.__main__ import program; program()"],  # as the console script does
     ],
 )
-def test_ctrl_c_while_modules_load_prints_no_traceback(
-    program: list[str | Path], tmp_path: Path
-) -> None:
+def test_ctrl_c_while_modules_load_prints_no_traceback(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
     done = subprocess.run(
         [sys.executable, *map(str, program), "--help"],
@@ -286,15 +264,13 @@ def test_ctrl_c_while_modules_load_prints_no_traceback(
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_every_script_lets_ctrl_c_end_it_while_modules_load() -> None:
+def test_every_script_lets_ctrl_c_end_it_while_modules_load():
     for path in SCRIPTS.glob("[!_]*.py"):
         first = [line for line in path.read_text().splitlines() if "import" in line][:2]
         assert first == ["import sys", "from _bootstrap import run"], path.name
 
 
-def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "texts.jsonl", ["some text of a document"] * 50)
 
     def interrupted(*_: object, **__: object) -> None:
@@ -345,11 +321,11 @@ class Network:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+def network(monkeypatch) -> Network:
     return Network(monkeypatch)
 
 
-def test_the_hubs_libraries_are_offline_while_it_is_out_of_reach(network: Network) -> None:
+def test_the_hubs_libraries_are_offline_while_it_is_out_of_reach(network):
     import datasets.config
     import huggingface_hub.constants
 
@@ -365,9 +341,7 @@ def test_the_hubs_libraries_are_offline_while_it_is_out_of_reach(network: Networ
     huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = before
 
 
-def test_a_user_who_is_offline_is_not_asked(
-    network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_who_is_offline_is_not_asked(network, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert hub.is_offline()
     assert network.asked == []
@@ -382,17 +356,13 @@ def test_a_user_who_is_offline_is_not_asked(
         ("ALL_PROXY", "socks5://proxy.example", ("proxy.example", 1080)),
     ],
 )
-def test_a_proxy_is_asked_in_place_of_the_hub(
-    network: Network, monkeypatch: pytest.MonkeyPatch, name: str, value: str, place: tuple[str, int]
-) -> None:
+def test_a_proxy_is_asked_in_place_of_the_hub(network, monkeypatch, name, value, place):
     monkeypatch.setenv(name, value)
     assert not hub.is_offline()
     assert network.asked == [place]
 
 
-def test_addresses_that_hang_share_one_deadline(
-    network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_hang_share_one_deadline(network, monkeypatch):
     network.addresses = [*(f"::{number}" for number in range(1, 9)), "10.0.0.1"]
     network.is_up, network.hangs = False, True
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", None)  # type: ignore[arg-type]
@@ -409,9 +379,7 @@ def test_addresses_that_hang_share_one_deadline(
         ("prepare_data.py", ["hf:nosuch/nosuch"]),
     ],
 )
-def test_a_name_on_the_hub_fails_fast_offline(
-    script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_on_the_hub_fails_fast_offline(script, words, monkeypatch):
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), *words],
         env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},  # discard
@@ -425,7 +393,7 @@ def test_a_name_on_the_hub_fails_fast_offline(
     assert "Retrying" not in done.stderr
 
 
-def test_a_text_of_four_tokens_makes_no_data_set(tmp_path: Path) -> None:
+def test_a_text_of_four_tokens_makes_no_data_set(tmp_path):
     (tmp_path / "four.txt").write_text("a b c d")
     done = call("prepare_data.py", tmp_path / "four.txt", "--out", tmp_path / "out")
     assert done.returncode == 2
@@ -433,7 +401,7 @@ def test_a_text_of_four_tokens_makes_no_data_set(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["four.txt"]
 
 
-def test_preparation_ends_with_the_command_that_trains(tmp_path: Path) -> None:
+def test_preparation_ends_with_the_command_that_trains(tmp_path):
     source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(40)])
     for _ in range(2):  # new, and already prepared
         done = call("prepare_data.py", source, "--out", tmp_path / "a b")
@@ -446,7 +414,7 @@ def test_preparation_ends_with_the_command_that_trains(tmp_path: Path) -> None:
 # -- moved or deleted ------------------------------------------------------------------------------------------------
 
 
-def test_data_that_were_moved_are_asked_for(place: Path) -> None:
+def test_data_that_were_moved_are_asked_for(place):
     shutil.rmtree(place / "runs")
     Run(place / "data", place / "runs").train("--max_steps=1")
     (place / "data").rename(place / "elsewhere")
@@ -461,7 +429,7 @@ def test_data_that_were_moved_are_asked_for(place: Path) -> None:
     assert moved.stdout.startswith("tiny: already complete after 1 steps; nothing to do (")
 
 
-def test_a_deleted_newest_checkpoint_is_missed(place: Path) -> None:
+def test_a_deleted_newest_checkpoint_is_missed(place):
     run_dir = place / "runs" / "tiny"
     shutil.rmtree(run_dir / "step_00000004")
     says = f"{run_dir}: its newest checkpoint, step_00000004, was deleted; step 2 is used"
@@ -476,9 +444,7 @@ def test_a_deleted_newest_checkpoint_is_missed(place: Path) -> None:
     assert (code, line.endswith("step_00000004, was deleted; no other is left")) == (2, True)
 
 
-def test_resuming_a_run_in_use_that_has_saved_nothing_says_so(
-    flags: list[str], place: Path
-) -> None:
+def test_resuming_a_run_in_use_that_has_saved_nothing_says_so(flags, place):
     folder = RunFolder(place / "runs" / "begun")
     try:
         line = line_of(call(TRAIN, *flags, "--run_name=begun", "--resume=latest"))
@@ -488,7 +454,7 @@ def test_resuming_a_run_in_use_that_has_saved_nothing_says_so(
     assert "has not saved a checkpoint yet" in line
 
 
-def test_status_shows_runs_whose_files_are_missing_or_damaged(place: Path) -> None:
+def test_status_shows_runs_whose_files_are_missing_or_damaged(place):
     runs = place / "runs"
     shutil.copytree(runs / "tiny", runs / "no_settings")
     (runs / "no_settings" / "config.json").unlink()
@@ -506,7 +472,7 @@ def test_status_shows_runs_whose_files_are_missing_or_damaged(place: Path) -> No
 
 
 @pytest.mark.parametrize("columns", [80, 100, 200])
-def test_the_table_of_runs_fits_the_terminal(place: Path, columns: int) -> None:
+def test_the_table_of_runs_fits_the_terminal(place, columns):
     name = "gpt2-micro_20261122-185644_with_another_name"
     (place / "runs" / "tiny").rename(place / "runs" / name)
     (run,) = overview.read_runs(place / "runs")
@@ -524,7 +490,7 @@ def runs_command(place: Path, *words: str) -> launch.Done:
     return call("runs", *words, f"--checkpoint_dir={place / 'runs'}")
 
 
-def test_rm_asks_first_and_names_what_would_go(place: Path) -> None:
+def test_rm_asks_first_and_names_what_would_go(place):
     run_dir = place / "runs" / "tiny"
     done = runs_command(place, "rm", "tiny")  # without a terminal nobody can be asked
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -538,7 +504,7 @@ def test_rm_asks_first_and_names_what_would_go(place: Path) -> None:
     assert not [path for path in (place / "runs").iterdir() if path.is_dir()]
 
 
-def test_rm_of_a_checkpoint_takes_its_labels_along(place: Path) -> None:
+def test_rm_of_a_checkpoint_takes_its_labels_along(place):
     run_dir = place / "runs" / "tiny"
     done = runs_command(place, "rm", "tiny/step_00000004", "--yes")
     assert done.returncode == 0, done.stderr
@@ -548,7 +514,7 @@ def test_rm_of_a_checkpoint_takes_its_labels_along(place: Path) -> None:
     assert list((run_dir / "labels").iterdir()) == []
 
 
-def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place: Path) -> None:
+def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     runs = place / "runs"
     before = sorted(path.name for path in (runs / "tiny").rglob("*"))
     assert runs_command(place, "archive", "tiny", "--yes").returncode == 0
@@ -563,7 +529,7 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place: Path) -> Non
 
 
 @pytest.mark.parametrize("verb", ["rm", "archive"])
-def test_a_run_in_use_is_never_touched(place: Path, verb: str) -> None:
+def test_a_run_in_use_is_never_touched(place, verb):
     folder = RunFolder(place / "runs" / "tiny")
     before = sorted((place / "runs").rglob("*"))
     try:
@@ -580,7 +546,7 @@ def found_by(place: Path, *names: str) -> list[str]:
     return [folder.name for folder in runs._find(names, place / "runs")]
 
 
-def test_a_folder_of_another_program_is_neither_run_nor_checkpoint(place: Path) -> None:
+def test_a_folder_of_another_program_is_neither_run_nor_checkpoint(place):
     run_dir = place / "runs" / "tiny"
     site, tracked, export = (place / "runs" / name for name in ("site", "tracked", "export"))
     for folder in (site, tracked, export, run_dir / "site", site / "step_00000004"):
@@ -604,14 +570,14 @@ def test_a_folder_of_another_program_is_neither_run_nor_checkpoint(place: Path) 
     assert found_by(place, "tiny") == ["tiny"]  # a run that saved nothing
 
 
-def test_a_run_goes_with_its_checkpoints_named_too(place: Path) -> None:
+def test_a_run_goes_with_its_checkpoints_named_too(place):
     done = runs_command(place, "rm", "tiny", "tiny/step_00000004", "--yes")
     assert (done.returncode, done.stderr) == (0, "")
     assert not (place / "runs" / "tiny").exists()
 
 
 @pytest.mark.parametrize("verb", ["rm", "archive"])
-def test_a_link_to_a_run_is_named_and_left(place: Path, verb: str) -> None:
+def test_a_link_to_a_run_is_named_and_left(place, verb):
     folder = place / "runs" / "tiny"
     (place / "runs" / "link").symlink_to(folder)
     line = line_of(runs_command(place, verb, "link", "--yes"))
@@ -622,7 +588,7 @@ def test_a_link_to_a_run_is_named_and_left(place: Path, verb: str) -> None:
     assert (place / "runs" / "link" / "step_00000004").is_dir()
 
 
-def test_a_run_is_not_moved_into_itself(place: Path) -> None:
+def test_a_run_is_not_moved_into_itself(place):
     folder = place / "runs" / "tiny"
     for to in (folder, folder / "sub"):
         line = line_of(runs_command(place, "archive", "tiny", "--to", str(to), "--yes"))
@@ -631,7 +597,7 @@ def test_a_run_is_not_moved_into_itself(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data", "nothing"])
-def test_what_is_no_run_is_not_deleted(place: Path, name: str) -> None:
+def test_what_is_no_run_is_not_deleted(place, name):
     done = call("runs", "rm", name, "--yes", f"--checkpoint_dir={place}")
     assert done.returncode == 2
     assert (place / "data").is_dir()

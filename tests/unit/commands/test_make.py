@@ -53,7 +53,7 @@ def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("target", LINES)
-def test_a_target_is_a_thin_line_over_a_program_that_exists(target: str) -> None:
+def test_a_target_is_a_thin_line_over_a_program_that_exists(target):
     shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x", "FROM=y")
     assert shown.returncode == 0, shown.stderr
     line = shown.stdout.splitlines()[-1]
@@ -63,7 +63,7 @@ def test_a_target_is_a_thin_line_over_a_program_that_exists(target: str) -> None
         assert (REPOSITORY / program).is_file()
 
 
-def test_every_target_is_in_the_help_and_in_this_test() -> None:
+def test_every_target_is_in_the_help_and_in_this_test():
     text = (REPOSITORY / "Makefile").read_text()
     targets = {
         word for line in re.findall(r"^([a-z -]+):.*## ", text, re.M) for word in line.split()
@@ -75,7 +75,7 @@ def test_every_target_is_in_the_help_and_in_this_test() -> None:
     assert targets == set(phony.replace("\\", "").split())
 
 
-def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone() -> None:
+def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone():
     for target, files in (
         ("report", {"requirements.txt"}),
         ("plot", {"requirements.txt", "requirements-plot.txt"}),
@@ -88,14 +88,14 @@ def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone() -> Non
     assert re.search(r"^jinja2==", (REPOSITORY / "requirements.txt").read_text(), re.M)
 
 
-def test_the_fast_tests_exist() -> None:
+def test_the_fast_tests_exist():
     line = make("test-fast", "VENV=/nowhere").stdout.splitlines()[-1]
     paths = re.findall(r"tests/[\w/.]+", line)
     assert len(paths) > 10
     assert all((REPOSITORY / path).exists() for path in paths)
 
 
-def test_variables_arrive_and_wrong_ones_are_rejected() -> None:
+def test_variables_arrive_and_wrong_ones_are_rejected():
     shown = make("train", "GPUS=4", "MODEL=gpt2-mini", "RUN=x", "ARGS=--mini_batch_size 8").stdout
     assert (
         "--nproc_per_node=4 src/train.py --model gpt2-mini --run_name x --mini_batch_size 8"
@@ -117,7 +117,7 @@ def test_variables_arrive_and_wrong_ones_are_rejected() -> None:
         assert "/nowhere/bin/gpt2lab" not in wrong.stdout
 
 
-def test_clean_never_touches_data_or_checkpoints(tmp_path: Path) -> None:
+def test_clean_never_touches_data_or_checkpoints(tmp_path):
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
     kept = [
         *("data/mine/x.npy", "data/__pycache__/x", "checkpoints/run/step_00000001/manifest.json"),
@@ -135,7 +135,7 @@ def test_clean_never_touches_data_or_checkpoints(tmp_path: Path) -> None:
     assert not any((tmp_path / name).exists() for name in gone)
 
 
-def test_ci_runs_what_the_readme_begins_with() -> None:
+def test_ci_runs_what_the_readme_begins_with():
     ci = (REPOSITORY / ".ci" / "run").read_text()
     (parts,) = re.findall(r"\|\| set -- (.+)", ci)
     assert parts.split() == ["lint", "test", "test-slow", "test-faults", "quickstart"]
@@ -144,7 +144,7 @@ def test_ci_runs_what_the_readme_begins_with() -> None:
     assert re.findall(r"^make (\S+)", ci, re.M) == ["quickstart"]
 
 
-def test_the_quickstart_ends_with_the_report_of_its_own_run() -> None:
+def test_the_quickstart_ends_with_the_report_of_its_own_run():
     lines = make("quickstart", "GPUS=0").stdout.splitlines()
     prepared, trained, reported = (
         line for line in lines if "bin/gpt2lab" in line or "src/" in line

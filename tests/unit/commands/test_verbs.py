@@ -46,13 +46,13 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_script_runs_a_verb() -> None:
+def test_every_script_runs_a_verb():
     for path in SCRIPTS.glob("[a-z]*.py"):
         (verb,) = re.findall(r'run\("(\S+)"\)', path.read_text())
         assert verb in VERBS
 
 
-def test_there_are_22_verbs_and_those_that_went_name_the_new_form() -> None:
+def test_there_are_22_verbs_and_those_that_went_name_the_new_form():
     assert len(VERBS) == 22  # benchmark, which is not shipped, among them
     for name, new in verbs.GONE.items():
         with pytest.raises(ConfigError, match=re.escape(f"{name}: this is now gpt2lab {new}")):
@@ -60,7 +60,7 @@ def test_there_are_22_verbs_and_those_that_went_name_the_new_form() -> None:
         assert " ".join(new.split()[:2]) in EVERY or new.split()[0] in VERBS
 
 
-def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_verbs_is_short(capsys):
     pages = []
     for argv in ([], ["--help"]):
         assert verbs.main(argv) == 0
@@ -75,9 +75,7 @@ def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", EVERY)
-def test_the_help_of_a_verb_has_two_examples_and_fits(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_help_of_a_verb_has_two_examples_and_fits(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     words = verb.split()
     short, long = shown(capsys, *words, "--help"), shown(capsys, *words, "--help-all")
@@ -93,7 +91,7 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(
     assert flags[1] or verb in UNION
 
 
-def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_verb_within_a_verb(capsys):
     text = shown(capsys, "data", "show", "--help")
     assert text.startswith("usage: gpt2lab data show [flags]\n")
     assert "  gpt2lab data show --run RUN --step 100 --text\n" in text
@@ -103,13 +101,13 @@ def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_arguments_come_before_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_come_before_flags(capsys):
     text = shown(capsys, "ablate", "--help")
     assert re.search(r"\n\nSETTINGS is a file with one setting a line", text)
     assert text.index("\n  SETTINGS ") < text.index("\n  --out ")
 
 
-def test_help_shows_what_a_flag_takes() -> None:
+def test_help_shows_what_a_flag_takes():
     module = importlib.import_module("gpt2lab.commands.sample")
     flags = list(flags_of(module.Sample))
     text = help_page.page("gpt2lab sample", flags, module.__doc__ or "", everything=True)
@@ -121,7 +119,7 @@ def test_help_shows_what_a_flag_takes() -> None:
     assert re.search(r"--interactive  ", text)
 
 
-def test_a_verb_is_called_as_it_works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_verb_is_called_as_it_works_here(monkeypatch, tmp_path):
     assert paths.command_words("runs tensorboard")[-2:] == ["runs", "tensorboard"]
     monkeypatch.setattr(
         sys, "executable", str(tmp_path / "python")
@@ -131,7 +129,7 @@ def test_a_verb_is_called_as_it_works_here(monkeypatch: pytest.MonkeyPatch, tmp_
     assert paths.command_words("status")[-3:] == ["-m", "gpt2lab", "status"]
 
 
-def test_no_message_names_a_verb_that_went() -> None:
+def test_no_message_names_a_verb_that_went():
     """Not the files: where the package is installed, there are none."""
     named, gone = set(), set()
     for path in SOURCE.rglob("*.py"):
@@ -148,16 +146,14 @@ def test_no_message_names_a_verb_that_went() -> None:
     assert not gone
 
 
-def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
+def test_an_unknown_verb_gets_the_nearest_known_one():
     with pytest.raises(ConfigError, match=r"unknown verb 'trian': did you mean train\?"):
         verbs.main(["trian"])
     with pytest.raises(ConfigError, match="unknown verb '--qqq': gpt2lab --help lists them"):
         verbs.main(["--qqq"])
 
 
-def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(capsys):
     text = " ".join(shown(capsys, "runs", "list", "--help").split())
     assert text.startswith("usage: gpt2lab runs list [RUN] [flags]")
     assert "--list_checkpoints" not in text
@@ -202,9 +198,7 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
         ),
     ],
 )
-def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(
-    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(argv, says, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal
     with pytest.raises(ConfigError) as error:
         verbs.main(argv)
@@ -237,9 +231,7 @@ def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(
         *(["evaluate", "--batch_size=0", "x"], ["sample", "nosuch run", "--prompt=a"]),
     ],
 )
-def test_what_answers_or_rejects_at_once_never_imports_torch(
-    argv: list[str], tmp_path: Path
-) -> None:
+def test_what_answers_or_rejects_at_once_never_imports_torch(argv, tmp_path):
     (tmp_path / "runs").mkdir()
     has_runs = argv in (["status"], ["runs", "list"])
     done = run(*argv, *(["--checkpoint_dir=runs"] if has_runs else []), folder=tmp_path)
@@ -251,7 +243,7 @@ def test_what_answers_or_rejects_at_once_never_imports_torch(
     assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
 
 
-def test_torchrun_starts_the_trainer_as_a_module(tmp_path: Path) -> None:
+def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
     write_shards(tmp_path / "d", train=(400, 300), val=(150,))
     flags = [
         *(

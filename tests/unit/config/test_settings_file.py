@@ -1,4 +1,4 @@
-"""`--config FILE` and `--save_config FILE`: which value wins, what is rejected and where, and an equal run."""
+"""`--config FILE`: which value wins, what is rejected and where, and an equal run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-import gpt2lab
-import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
-from launch import TRAIN, losses, train_in_forks
+from launch import losses, train_in_forks
 from tiny import parse
-from whole_run import Run
 
 
 def write(folder: Path, text: str, name: str = "settings.toml") -> str:
@@ -30,7 +27,7 @@ def fresh(*argv: str) -> dict[str, Any]:
     return to_flat(parse(list(argv)).config)
 
 
-def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) -> None:
+def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path):
     file = write(tmp_path, 'model = "gpt2-micro"\nn_layer = 3\nmax_lr = 1\nmax_steps = 9\n')
     flat = fresh(file)
     assert (flat["model"], flat["n_layer"], flat["n_head"]) == ("gpt2-micro", 3, 4)
@@ -45,7 +42,7 @@ def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) 
     assert (typed["n_layer"], typed["max_lr"]) == (6, 1e-3)
 
 
-def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
+def test_a_file_stands_above_what_a_run_has_saved(tmp_path):
     saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).config
     file = write(tmp_path, "log_freq = 7\nmax_steps = 9\n")
     flat = to_flat(parse([file, "--seed=4"]).over(saved))
@@ -53,7 +50,7 @@ def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
     assert (flat["max_steps"], flat["num_epochs"]) == (9, None)
 
 
-def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path: Path) -> None:
+def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path):
     had = {"track": "wandb", "checkpoint_mirror": "s3://a/b", "hellaswag_path": "x", "min_lr": 1e-5}
     saved, file = override(Config(), had), "".join(f'{name} = "None"\n' for name in had)
     for argv in ([f"--{name}=None" for name in had], [write(tmp_path, file)]):
@@ -63,9 +60,7 @@ def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path: Path) -> Non
         parse([write(tmp_path, 'seed = "None"\n')])
 
 
-def test_paths_in_a_file_are_at_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_in_a_file_are_at_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "settings").mkdir()
     file = write(tmp_path / "settings", 'data_dir = ["a:1", "b:2"]\ncheckpoint_dir = "runs"\n')
     monkeypatch.chdir(tmp_path)
@@ -96,9 +91,7 @@ def test_paths_in_a_file_are_at_the_working_directory(
         ("a.yaml", "seed: 1\n", "give a .toml or .json file"),
     ],
 )
-def test_what_a_file_cannot_say_is_named_with_its_line(
-    name: str, text: str, says: str, tmp_path: Path
-) -> None:
+def test_what_a_file_cannot_say_is_named_with_its_line(name, text, says, tmp_path):
     with pytest.raises(ConfigError) as error:
         parse([write(tmp_path, text, name)])
     assert name in str(error.value)
@@ -106,33 +99,14 @@ def test_what_a_file_cannot_say_is_named_with_its_line(
     assert "\n" not in str(error.value)
 
 
-def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_come_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"line 1: unknown .*; line 2: seed 1\.5 is not"):
         parse([write(tmp_path, "max_step = 5\nseed = 1.5\n")])
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         parse([f"--config={tmp_path / 'none.toml'}"])
 
 
-@pytest.mark.parametrize("name", ["a.toml", "a.json"])
-def test_a_saved_command_line_means_the_same(name: str, tmp_path: Path) -> None:
-    argv = ["--model=modern-nano", "--max_steps=7", '--sample_prompt=«"\\\n', "--min_lr=1e-05"]
-    done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")
-    assert done.stdout.endswith(f"gpt2lab train --config {name}\n")
-    assert {path.name for path in tmp_path.iterdir()} == {name}
-    assert fresh(f"--config={tmp_path / name}") == fresh(*argv)
-    again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
-    assert (again.returncode, "exists already" in again.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("flags", [["--save_config=a.txt"], ["--save_config=a.toml", "--n_head=5"]])
-def test_what_cannot_be_saved_is_rejected_and_not_written(flags: list[str], tmp_path: Path) -> None:
-    assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_s_config_json_starts_an_equal_run(run: Run, tmp_path: Path) -> None:
+def test_a_run_s_config_json_starts_an_equal_run(run, tmp_path):
     """Its own settings, all written out, and the same losses; only its name and its folder are others."""
     run.train("--max_steps=6", "--max_lr=0.01", "--eval_freq=3")
     before = json.loads((run.path / "config.json").read_text())
@@ -147,7 +121,7 @@ def test_a_run_s_config_json_starts_an_equal_run(run: Run, tmp_path: Path) -> No
     assert losses(again / "b") == losses(run.path)
 
 
-def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run: Run) -> None:
+def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run):
     """Its floor and its warm-up were derived; those that differ from the derived ones were chosen and stay."""
     run.train("--max_steps=12", "--max_lr=0.003", "--stop_after_steps=1")
     file = f"--config={run.path / 'config.json'}"
@@ -169,9 +143,7 @@ def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run: Run) -> 
     assert (flat["min_lr"], flat["warmup_steps"]) == (0.0002, 2)
 
 
-def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(
-    run: Run, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(run, tiny_data, tmp_path):
     """Other data bring their own tokenizer; rows that somebody chose, and data without one, change nothing."""
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
@@ -189,7 +161,3 @@ def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(
     assert vocabulary() == vocabulary(f"--data_dir={tiny_data}") == (50304, 50257)
     assert vocabulary(other) == (384, 257)
     assert vocabulary(other, "--vocab_size=300") == (300, 257)
-    changes: dict[str, Any] = {"run_name": "b", "max_steps": 3, "sample_tokens": 4}
-    begun = gpt2lab.train(gpt2lab.open_run(run.path).config, data_dir=tmp_path / "data", **changes)
-    assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
-    assert begun.metrics("sample")

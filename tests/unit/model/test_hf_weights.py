@@ -15,8 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.hf_config import read_hf_config
 from gpt2lab.model.hf_weights import load_hf
-from launch import ask
-from tiny import write_shards
+from tiny import evaluated, write_shards
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
 
@@ -117,16 +116,11 @@ def test_other_vocabularies_keep_their_size(tmp_path):
 
 def test_evaluate_finds_the_loss_that_transformers_finds(theirs, folder, tmp_path):
     data = write_shards(tmp_path / "data", train=(100,), val=(241,))
-    answer = ask(
-        "evaluate.py",
-        *(str(folder), f"--val={data}", "--device=cpu", "--dtype=fp32", "--json"),
-        folder=tmp_path,
-    )
+    found = evaluated(str(folder), tmp_path, val=data, dtype="fp32")
     ids = torch.from_numpy(np.load(data / "tiny_val_000000.npy").astype(np.int64))
     windows = torch.stack([ids[i * 24 : i * 24 + 25] for i in range(10)])
     with torch.no_grad():
         logits = theirs(windows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert answer["val_loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert (answer["step"], answer["val_tokens"]) == (None, 240)
-    assert "nothing to evaluate" in ask("evaluate.py", str(folder), folder=tmp_path)[1]
+    assert found.val_loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.val_tokens == 240

@@ -20,8 +20,7 @@ from gpt2lab.config.settings import find_problems, options_of, override, read_se
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.resolve import resolve
-from launch import ask
-from tiny import parse
+from tiny import evaluated, parse
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)
@@ -158,8 +157,7 @@ def run(tiny_run) -> Path:
 
 
 def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run):
-    report = ask("evaluate.py", run.name, "--device=cpu", "--json", folder=run.parent)
-    assert report["val_loss"] == launch.events(run, "eval")[-1]["val_loss"]
+    assert evaluated(run.name, run.parent).val_loss == launch.events(run, "eval")[-1]["val_loss"]
 
 
 def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(run, tiny_data, tmp_path):

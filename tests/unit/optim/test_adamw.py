@@ -1,4 +1,4 @@
-"""AdamW is torch's, bit by bit, and neither it nor a start of a run imports torch.compile's tracer."""
+"""AdamW is torch's, bit by bit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import launch
 from gpt2lab.config.schema import Config, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
-from tiny import flags_of, parse, write_items, write_shards
-
-SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+from tiny import parse
 
 
 def steps_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -63,28 +60,6 @@ def test_an_update_that_is_found_infinite_leaves_weights_and_steps():
     steps_of(optimizer, model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert [state["step"].item() for state in optimizer.state.values()] == steps
-
-
-def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path):
-    """These modules take longer to import than the rest of a start."""
-    write_shards(tmp_path / "data", train=(2000,), val=(650,))
-    write_items(tmp_path / "items.jsonl", 4)
-    train = flags_of(tmp_path, "run")
-    evaluate = ["run", f"--checkpoint_dir={tmp_path / 'runs'}", "--val_tokens=320"]
-    program = f"""
-import runpy, sys
-sys.path.insert(0, "src"); sys.path.insert(0, "scripts")
-for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate})):
-    sys.argv = [name, *flags]
-    try:
-        runpy.run_path(name, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, end.code
-print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
-"""
-    done = launch.python("-c", program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_betas_reach_the_optimizer():

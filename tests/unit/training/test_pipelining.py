@@ -328,7 +328,7 @@ class Never(DeviceMark):
 
     def wait(self) -> None:
         """Do what the thread of the heartbeat does when this one waits for too long."""
-        rescuer = threading.Thread(target=Trainer.newest.rescue)
+        rescuer = threading.Thread(target=Trainer.newest.saves.rescue)
         rescuer.start()
         rescuer.join()
         raise RuntimeError("waited for a device that hangs")

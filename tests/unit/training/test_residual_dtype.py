@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from gpt2lab.commands.evaluate import Evaluate, evaluate
 from gpt2lab.distributed import runtime
+from tiny import evaluated
 from whole_run import Run
 
 
@@ -24,9 +24,8 @@ def in_bf16(tiny_data, tmp_path_factory) -> Run:
 def test_evaluate_repeats_the_numbers_of_a_bf16_stream_on_a_cpu(in_bf16, monkeypatch):
     monkeypatch.setattr(runtime, "native_bf16", lambda device: True)
     checkpoint = in_bf16.checkpoints()[2]
-    found = evaluate(Evaluate(target=str(checkpoint.path), device="cpu"))
-    assert found is not None
-    assert found["val_loss"] == checkpoint.val_loss
+    found = evaluated(str(checkpoint.path), in_bf16.path.parent)
+    assert found.val_loss == checkpoint.val_loss
 
 
 def test_a_run_goes_on_in_fp32_where_there_is_no_bf16(in_bf16):

@@ -26,7 +26,7 @@ from tiny import CONTEXT, flags_of, make_tokens, parse, pretrain, write_items, w
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with two runs, `a` and `b`, that differ in their seed."""
     folder = tmp_path_factory.mktemp("evaluate")
     write_shards(folder / "data", train=(2000,), val=(650,))
@@ -43,7 +43,7 @@ def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
 # -- evaluate --------------------------------------------------------------------------------------------------------
 
 
-def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
+def test_evaluate_repeats_the_runs_own_numbers(folder):
     event, scores = last(folder, "a", "eval"), last(folder, "a", "hellaswag")
     both = ask("evaluate.py", "a", "--val=data", "--hellaswag", "--json", folder=folder)
     assert both["step"] == 4
@@ -64,7 +64,7 @@ def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same(folder: Path) -> None:
+def test_two_processes_find_the_same(folder):
     argv = ("a", "--val=data", "--hellaswag", "--json")
     alone = ask("evaluate.py", *argv, folder=folder)
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_two_processes_find_the_same(folder: Path) -> None:
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
 
 
-def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder: Path) -> None:
+def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder):
     """In fp64, window by window, from the checkpoint's tensors."""
     from gpt2lab.checkpoint.store import load_model
     from gpt2lab.config.schema import ModelConfig
@@ -104,14 +104,14 @@ def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder: Path) -> None
     assert event["bits_per_byte"] == pytest.approx(nats / np.log(2) / len(text), rel=1e-6)
 
 
-def test_every_token_has_its_bytes() -> None:
+def test_every_token_has_its_bytes():
     table, encoding = token_bytes(), gpt2_encoding()
     text = "Ünïcode, 漢字 and plain words.\n\n    return 1"
     assert sum(table[encoding.encode_ordinary(text)]) == len(text.encode())
     assert (len(table), table[END_OF_TEXT], table[:END_OF_TEXT].min()) == (50257, 0, 1)
 
 
-def test_a_damaged_validation_shard_is_named(folder: Path) -> None:
+def test_a_damaged_validation_shard_is_named(folder):
     other = write_shards(folder / "damaged", train=(500,), val=(500,))
     files = [
         {"name": f.name, "split": f.name.split("_")[1], "tokens": 500, "max_id": 255}
@@ -131,9 +131,7 @@ def test_a_damaged_validation_shard_is_named(folder: Path) -> None:
     assert "tiny_val_000000.npy: damaged" in line
 
 
-def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tmp_path):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     events = launch.events(tmp_path / "runs" / "tiny", "eval")
     assert [event["bits_per_byte"] for event in events] == [None, None]
@@ -142,7 +140,7 @@ def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(
     assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
 
 
-def test_rejections_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejections_are_one_line(folder, monkeypatch):
     def offline(*_: Any, **__: Any) -> str:
         raise OSError("no network\nand more lines")
 
@@ -163,7 +161,7 @@ def test_rejections_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "val_tokens 0 must be at least 1" in rejected("a", "--val_tokens=0")
 
 
-def test_another_tokenizer_is_rejected(folder: Path) -> None:
+def test_another_tokenizer_is_rejected(folder):
     other = write_shards(folder / "other", train=(500,), val=(500,))
     files = [
         {
@@ -190,7 +188,7 @@ def test_another_tokenizer_is_rejected(folder: Path) -> None:
     assert "but a was trained with GPT-2, 50,257 ids" in line
 
 
-def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):
     shutil.copytree(folder / "runs" / "a", tmp_path / "runs" / "a")
     path = tmp_path / "runs" / "a" / "step_00000004" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -202,10 +200,35 @@ def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -
     assert ask("evaluate.py", "a", "--json", folder=tmp_path)["step"] == 2, "the newest valid one"
 
 
+SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+
+
+def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path):
+    """These modules take longer to import than the rest of a start."""
+    write_shards(tmp_path / "data", train=(2000,), val=(650,))
+    write_items(tmp_path / "items.jsonl", 4)
+    train = flags_of(tmp_path, "run")
+    evaluate = ["run", f"--checkpoint_dir={tmp_path / 'runs'}", "--val_tokens=320"]
+    program = f"""
+import runpy, sys
+sys.path.insert(0, "src"); sys.path.insert(0, "scripts")
+for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate})):
+    sys.argv = [name, *flags]
+    try:
+        runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
+"""
+    done = launch.python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 # -- compare ---------------------------------------------------------------------------------------------------------
 
 
-def test_compare_is_the_paired_difference(folder: Path) -> None:
+def test_compare_is_the_paired_difference(folder):
     answer = ask("compare", "a", "b", "--json", folder=folder)
     a, b = (
         read_results(folder / "runs" / run / "validation" / "step_00000004.npz") for run in "ab"
@@ -222,7 +245,7 @@ def test_compare_is_the_paired_difference(folder: Path) -> None:
     assert answer["metrics"]["acc_norm"]["difference"] == pytest.approx(b_acc - a_acc)
 
 
-def test_one_step_against_another_and_saved_results(folder: Path) -> None:
+def test_one_step_against_another_and_saved_results(folder):
     early, late = "runs/a/step_00000002", "runs/a/step_00000004"
     answer = ask("compare", early, late, "--json", folder=folder)
     losses = [last(folder, "a", "eval", step)["val_loss"] for step in (2, 4)]
@@ -241,7 +264,7 @@ def synthetic(path: Path, values: np.ndarray, items: str = "x") -> str:
     return str(path)
 
 
-def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
+def test_the_words_follow_the_criterion(tmp_path):
     rng = np.random.RandomState(0)
     base = (rng.rand(1000) < 0.3).astype(float)
     slight, clear = base.copy(), base.copy()
@@ -260,11 +283,11 @@ def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
         assert "within noise: p >= 0.05" in text
 
 
-def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
+def test_other_units_are_never_compared(tmp_path, folder):
     a = synthetic(tmp_path / "a.npz", np.ones(10))
     with pytest.raises(DataError, match=r"not measured on the same items \(10 and 20 items"):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(20)), checkpoint_dir=tmp_path)
-    with pytest.raises(DataError, match=r"\(10 items each, but others"):
+    with pytest.raises(DataError, match=r"\(10 items each, but different ones"):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(10), items="y"), checkpoint_dir=tmp_path)
     ask(
         "evaluate.py",
@@ -285,11 +308,11 @@ def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
     assert "(20 windows each, but others)" in line
 
 
-def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: Path) -> None:
+def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path, folder):
     code, line = ask("compare", "a", "runs/nobody/x", folder=folder)
     assert (code, "no such folder" in line) == (2, True)
     code, line = ask("compare", "a", "typo", folder=folder)
-    assert "typo: no run, folder or .npz file of this name; if it is a model of the Hub, " in line
+    assert "typo: no run, folder or .npz file of this name; if it is a model on the Hub, " in line
     (tmp_path / "empty").mkdir()
     code, line = ask("compare", "a", str(tmp_path / "empty"), folder=folder)
     assert (
@@ -301,9 +324,7 @@ def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: 
     assert "x.npz: not evaluation results" in line
 
 
-def test_results_of_an_abandoned_line_are_not_taken_for_the_runs(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_results_of_an_abandoned_line_are_not_taken_for_the_runs(folder, tmp_path):
     """Resumed from step 2, the run's step 4 is not its newest evaluation any more."""
     shutil.copytree(folder / "runs", tmp_path / "runs")
     flags = ["--run_name=a", f"--checkpoint_dir={tmp_path / 'runs'}", "--resume=2"]

@@ -1,6 +1,6 @@
 """The command line: what every flag is, which value wins, and what is rejected in one line.
 
-`python tests/unit/config/test_flags.py` rewrites tests/golden/flags.txt.
+`python tests/unit/commands/test_flags.py` rewrites tests/golden/flags.txt.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def describe_flags() -> str:
 _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
 
 
-def test_the_flags_are_those_that_the_golden_file_holds() -> None:
+def test_the_flags_are_those_that_the_golden_file_holds():
     golden, now = GOLDEN.read_text(), describe_flags()
     changes = "\n".join(
         difflib.unified_diff(
@@ -80,12 +80,12 @@ def test_the_flags_are_those_that_the_golden_file_holds() -> None:
     )
     assert golden == now, (
         "Flags, types, defaults, policies and help are a contract with scripts and saved runs.\n"
-        "If this change is meant, run `python tests/unit/config/test_flags.py` and commit tests/golden/flags.txt"
+        "If this change is meant, run `python tests/unit/commands/test_flags.py` and commit tests/golden/flags.txt"
         f" with it:\n{changes}"
     )
 
 
-def test_every_setting_has_a_name_of_its_own() -> None:
+def test_every_setting_has_a_name_of_its_own():
     names = [
         leaf.name
         for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config)))
@@ -96,7 +96,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
     assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Actions)}
 
 
-def test_every_flag_of_the_contract_is_there() -> None:
+def test_every_flag_of_the_contract_is_there():
     contract = """model n_layer n_head n_embd context_length vocab_size dropout data_dir shuffle seed
         total_batch_size mini_batch_size max_lr min_lr warmup_steps lr_schedule weight_decay
         grad_clip max_steps max_tokens num_epochs stop_after_steps eval_freq val_tokens sample_freq
@@ -106,7 +106,7 @@ def test_every_flag_of_the_contract_is_there() -> None:
     assert set(contract.split()) <= set(LEAVES) | set(Actions.__dataclass_fields__)
 
 
-def test_the_defaults_of_the_contract_hold() -> None:
+def test_the_defaults_of_the_contract_hold():
     flat = to_flat(Config())
     assert flat["dropout"] == 0.0
     assert flat["seed"] == 1337
@@ -120,7 +120,7 @@ def test_the_defaults_of_the_contract_hold() -> None:
     assert (flat["model"], flat["context_length"], flat["shuffle"]) == ("gpt2", 1024, "shards")
 
 
-def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
+def test_only_the_architecture_and_the_first_weights_are_fixed():
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
     shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size", "num_tokens"}
     options = {"positions", "norm", "qk_norm", "activation"}
@@ -129,25 +129,25 @@ def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     assert set(ARCHITECTURE) == shape | options
 
 
-def test_what_only_observes_or_places_a_run_is_free() -> None:
+def test_what_only_observes_or_places_a_run_is_free():
     names = """data_dir eval_freq val_tokens sample_freq hellaswag_freq checkpoint_freq log_freq
         keep_checkpoints keep_emergency_checkpoints checkpoint_dir run_name use_tensorboard device
         compile parallel activation_checkpointing mini_batch_size"""
     assert {policy_of(name, Config()) for name in names.split()} == {"free"}
 
 
-def test_the_mathematics_is_guarded() -> None:
+def test_the_mathematics_is_guarded():
     names = """dropout shuffle seed total_batch_size max_lr min_lr warmup_steps lr_schedule wsd_decay
         weight_decay grad_clip max_steps max_tokens num_epochs dtype
         fsdp_param_dtype"""
     assert {policy_of(name, Config()) for name in names.split()} == {"guarded"}
 
 
-def test_the_micro_batch_is_guarded_as_soon_as_there_is_dropout() -> None:
+def test_the_micro_batch_is_guarded_as_soon_as_there_is_dropout():
     assert policy_of("mini_batch_size", override(Config(), {"dropout": 0.1})) == "guarded"
 
 
-def test_a_setting_keeps_its_help_and_policy_at_the_field() -> None:
+def test_a_setting_keeps_its_help_and_policy_at_the_field():
     @dataclasses.dataclass(frozen=True)
     class Part:
         width: int = fixed(3, "how wide")
@@ -163,7 +163,7 @@ def fresh(*argv: str) -> dict[str, Any]:
     return to_flat(parse(list(argv)).config)
 
 
-def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> None:
+def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default():
     assert fresh()["n_layer"] == 12
     assert fresh("--model=gpt2-micro")["n_layer"] == 4
     assert fresh("--model=gpt2-micro", "--n_layer=5")["n_layer"] == 5
@@ -173,7 +173,7 @@ def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> Non
     assert fresh("--model=gpt2-micro")["weight_decay"] == 0.1
 
 
-def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
+def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset():
     micro = parse(["--model=gpt2-micro"]).config  # what is saved has absolute paths
     saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
     over = to_flat(parse(["--max_lr=0.25"]).over(saved))
@@ -181,20 +181,20 @@ def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset
     assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
 
 
-def test_typing_a_saved_value_again_changes_nothing() -> None:
+def test_typing_a_saved_value_again_changes_nothing():
     micro = parse(["--model=gpt2-micro"]).config
     saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
     assert to_flat(command.over(saved)) == to_flat(saved)
 
 
-def test_another_typed_preset_counts_as_typing_each_of_its_settings() -> None:
+def test_another_typed_preset_counts_as_typing_each_of_its_settings():
     saved = override(preset("gpt2-micro"), {"n_layer": 7, "seed": 3})
     over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).over(saved))
     assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
 
 
-def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_path: Path) -> None:
+def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_path):
     def rate(*argv: str) -> float:
         return float(fresh(*argv)["max_lr"])
 
@@ -214,7 +214,7 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     assert (rows["optimizer"], rows["max_lr"], rows["muon_lr"]) == (True, False, False)
 
 
-def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
+def test_a_typed_length_replaces_a_saved_one_in_another_unit():
     saved = override(Config(), {"num_epochs": 1.0})
     over = to_flat(parse(["--max_steps=10"]).over(saved))
     assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
@@ -228,7 +228,7 @@ def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
         ("--n-layer=3", "--use-tensorboard"),
     ],
 )
-def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv: tuple) -> None:
+def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv):
     flat = fresh(*argv)
     assert (flat["n_layer"], flat["use_tensorboard"]) == (3, True)
     assert parse(list(argv)).typed == {"n_layer", "use_tensorboard"}
@@ -237,12 +237,12 @@ def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv: tu
 @pytest.mark.parametrize(
     ("typed", "value"), [("2M", 2_000_000), ("2.5k", 2500), ("4_096", 4096), ("7", 7)]
 )
-def test_a_whole_number_may_have_a_unit_of_thousands(typed: str, value: int) -> None:
+def test_a_whole_number_may_have_a_unit_of_thousands(typed, value):
     assert fresh(f"--max_tokens={typed}")["max_tokens"] == value
     assert fresh(f"--total_batch_size={typed}")["total_batch_size"] == value
 
 
-def test_a_switch_can_be_typed_off_again() -> None:
+def test_a_switch_can_be_typed_off_again():
     saved = override(Config(), {"use_tensorboard": True})
     command = parse(["--no_use_tensorboard"])
     assert command.typed == {"use_tensorboard"}
@@ -251,8 +251,8 @@ def test_a_switch_can_be_typed_off_again() -> None:
 
 
 def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     repository = Path(__file__).resolve().parents[3]
     assert repository == paths.REPOSITORY
@@ -267,15 +267,15 @@ def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_dire
 
 
 def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     saved = override(Config(), {"data_dir": "/corpora/a"})
     assert to_flat(parse(["--seed=1"]).over(saved))["data_dir"] == "/corpora/a"
     assert to_flat(parse(["--data_dir=a"]).over(saved))["data_dir"] == str(tmp_path / "a")
 
 
-def test_actions_are_no_settings() -> None:
+def test_actions_are_no_settings():
     command = command_line.parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
     assert command.request.typed == frozenset()
     actions = Actions(resume="auto", stop_after_steps=5, dry_run=True, json=True)
@@ -303,11 +303,11 @@ def rejection(*argv: str) -> str:
         ("--checkpoints_dir=x", "--checkpoint_dir"),
     ],
 )
-def test_an_unknown_flag_gets_the_nearest_known_one(typed: str, meant: str) -> None:
+def test_an_unknown_flag_gets_the_nearest_known_one(typed, meant):
     assert rejection(typed) == f"unknown flag {typed.partition('=')[0]}: did you mean {meant}?"
 
 
-def test_an_unknown_flag_that_resembles_nothing_gets_no_guess() -> None:
+def test_an_unknown_flag_that_resembles_nothing_gets_no_guess():
     assert rejection("--qqqq=1") == "unknown flag --qqqq: see --help"
 
 
@@ -323,14 +323,14 @@ def test_an_unknown_flag_that_resembles_nothing_gets_no_guess() -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["--{}=3", "--{} 3"])
-def test_a_flag_of_the_predecessor_names_the_one_it_is_now(old: str, new: str, form: str) -> None:
+def test_a_flag_of_the_predecessor_names_the_one_it_is_now(old, new, form):
     message = rejection(*form.format(old).split())
     assert message.startswith(f"unknown flag --{old}: it is now --{new}")
     assert new in LEAVES
 
 
 @pytest.mark.parametrize("theirs", FLAGS)
-def test_a_flag_of_another_program_names_ours(theirs: str) -> None:
+def test_a_flag_of_another_program_names_ours(theirs):
     message = rejection(f"--{theirs}", "1")
     assert message == f"unknown flag --{theirs}: here it is {FLAGS[theirs]}"
     words = re.findall(r"(?<!\S)--(\w+)", FLAGS[theirs])
@@ -350,7 +350,7 @@ def test_a_flag_of_another_program_names_ours(theirs: str) -> None:
         ("--train.lr_warmup_steps", "warmup_steps"),
     ],
 )
-def test_what_people_of_other_programs_type_first(flag: str, ours: str) -> None:
+def test_what_people_of_other_programs_type_first(flag, ours):
     assert rejection(f"{flag}=3").startswith(f"unknown flag {flag}: here it is --{ours}")
 
 
@@ -358,15 +358,13 @@ def test_what_people_of_other_programs_type_first(flag: str, ours: str) -> None:
     ("flag", "theirs"), [(flag, theirs) for flag, values in VALUES.items() for theirs in values]
 )
 @pytest.mark.parametrize("form", ["--{}={}", "--{} {}"])
-def test_a_value_of_another_program_names_ours(flag: str, theirs: str, form: str) -> None:
+def test_a_value_of_another_program_names_ours(flag, theirs, form):
     message = rejection(*form.format(flag, theirs).split())
     assert message == f"--{flag} {theirs}: here it is {VALUES[flag][theirs]}"
     parse([f"--{flag}", VALUES[flag][theirs].split()[0]])
 
 
-def test_a_mistake_is_named_whatever_the_encoding_of_stdout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_named_whatever_the_encoding_of_stdout(monkeypatch):
     """Tyro draws other boxes for a terminal that is not UTF-8."""
     for encoding in ("ascii", "utf-8"):
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
@@ -378,13 +376,13 @@ def test_a_mistake_is_named_whatever_the_encoding_of_stdout(
     "pair",
     list(itertools.combinations(("--max_steps=3", "--max_tokens=5000", "--num_epochs=1"), 2)),
 )
-def test_two_lengths_of_a_run_are_rejected(pair: tuple[str, str]) -> None:
+def test_two_lengths_of_a_run_are_rejected(pair):
     first, second = (flag.partition("=")[0] for flag in pair)
     assert rejection(*pair).startswith(f"{first} and {second} both set the length of the run")
     assert rejection(*reversed(pair)) == rejection(*pair)
 
 
-def test_fp16_is_rejected_with_the_reason() -> None:
+def test_fp16_is_rejected_with_the_reason():
     message = rejection("--dtype=fp16")
     assert message.startswith("--dtype fp16: here it is bf16 or fp32 (fp16 needs ")
     assert "loss scaling" in message
@@ -411,11 +409,11 @@ def test_fp16_is_rejected_with_the_reason() -> None:
         (("--num_token=4",), "unknown flag --num_token: did you mean --max_tokens?"),
     ],
 )
-def test_a_value_that_cannot_be_is_rejected_in_one_line(argv: tuple[str, ...], part: str) -> None:
+def test_a_value_that_cannot_be_is_rejected_in_one_line(argv, part):
     assert part in rejection(*argv)
 
 
-def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest() -> None:
+def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest():
     names = ", ".join(get_args(ModelName))
     message = rejection("--model=gpt3")
     assert message == f"--model gpt3: give one of {names}; did you mean gpt2?"
@@ -430,12 +428,12 @@ def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest() ->
         (("--dry_run=false",), "--no_dry_run"),
     ],
 )
-def test_a_switch_takes_no_value(argv: tuple[str, ...], off: str) -> None:
+def test_a_switch_takes_no_value(argv, off):
     name = argv[0].partition("=")[0].replace("-", "_").replace("__", "--", 1)
     assert rejection(*argv) == f"{name} is a switch: give it alone, or {off}"
 
 
-def test_all_wrong_flags_are_told_in_the_order_of_typing() -> None:
+def test_all_wrong_flags_are_told_in_the_order_of_typing():
     argv = ["--seed=1.5", "--n_layr", "3", "--dtype=bfloat16", "--max_lr", "x", "--use_wandb=true"]
     assert rejection(*argv, "--max_steps").split("; ") == [
         "--seed 1.5: not a whole number like 5000, 100M or 10B",

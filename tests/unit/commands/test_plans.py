@@ -1,0 +1,81 @@
+"""What a command line would do, told or written to a file without training: --dry_run and --save_config."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+
+import pytest
+
+import gpt2lab
+import launch
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.commands import dry_run
+from gpt2lab.tokenizers.plain import BYTES
+from launch import TRAIN
+from tiny import parse
+from whole_run import Run
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def run(tiny_data, tmp_path) -> Run:
+    return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
+
+
+def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_run(
+    run, monkeypatch, capsys
+):
+    # Bytes a parameter x parameters x (two rolling ones, best, its predecessor, one being written).
+    needed = 12 * 34_176 * 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, needed - 1))
+    flags = [*run.flags, "--max_steps=4"]
+    dry_run.print_plan(parse([*flags, "--dry_run"]))
+    told = capsys.readouterr().out
+    assert f"{run.path.parent}: the checkpoints to be kept need 2.05 MB, 2.05 MB free" in told
+    assert "lower --keep_checkpoints" in told
+    run.train("--max_steps=4")
+    [warning] = [e["message"] for e in run.events("warning") if "to be kept" in e["message"]]
+    assert warning in told
+
+
+def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
+    run.train("--max_steps=40", "--stop_after_steps=10")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 4_000_000))
+    flags = [*run.flags, "--max_steps=40", "--dry_run"]
+    dry_run.print_plan(parse([*flags, "--resume=latest"]))
+    assert "to be kept" not in capsys.readouterr().out, "5 of the 13 are there"
+    dry_run.print_plan(parse([*flags, "--run_name=other"]))
+    assert "to be kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.json"])
+def test_a_saved_command_line_means_the_same(name, tmp_path):
+    argv = ["--model=modern-nano", "--max_steps=7", '--sample_prompt=«"\\\n', "--min_lr=1e-05"]
+    done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")
+    assert done.stdout.endswith(f"gpt2lab train --config {name}\n")
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+    assert parse([f"--config={tmp_path / name}"]).config == parse(argv).config
+    again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("flags", [["--save_config=a.txt"], ["--save_config=a.toml", "--n_head=5"]])
+def test_what_cannot_be_saved_is_rejected_and_not_written(flags, tmp_path):
+    assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_by_another_run_s_settings_takes_the_vocabulary_of_its_own_data(run, tmp_path):
+    write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
+    run.train("--max_steps=2", "--vocab_size=50304")
+    begun = gpt2lab.train(
+        gpt2lab.open_run(run.path).config,
+        **{"data_dir": tmp_path / "data", "run_name": "b", "max_steps": 3, "sample_tokens": 4},
+    )
+    assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
+    assert begun.metrics("sample")
