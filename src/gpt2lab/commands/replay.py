@@ -43,11 +43,11 @@ def main(argv: list[str]) -> int:
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
     from gpt2lab.lab.replay import Change, replay
 
+    settings = {"max_lr": flags.max_lr, "dtype": flags.dtype}
     change = Change(
         frozenset(flags.without_sample),
         frozenset(flags.without_document),
-        flags.max_lr,
-        flags.dtype,
+        {name: value for name, value in settings.items() if value is not None},
     )
     found = replay(
         run_dir, recipe_of(run_dir), steps, change, layers=flags.layers, data_dir=flags.data_dir

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ import torch
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.config.request import RunRequest, chosen_in, default_min_lr
-from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
+from gpt2lab.config.request import RunRequest, chosen_in, follow_peak
+from gpt2lab.config.settings import LEAVES, find_problems, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import require_same_data, with_data_at
@@ -51,7 +51,7 @@ QUANTITIES = (
 )
 # Relative tolerance where sums have another order: several ranks, or a compiled run that is replayed uncompiled.
 ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
-_LOCATION = ("run_name", "checkpoint_dir")
+_LOCATION = {"run_name", "checkpoint_dir"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Change:
 
     without_samples: frozenset[int] = frozenset()
     without_documents: frozenset[int] = frozenset()
-    max_lr: float | None = None
-    dtype: Literal["fp32", "bf16"] | None = None
+    # The peak learning rate or the dtype, by the name of its flag.
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def describe(self) -> str | None:
         """Return the change in words; None if nothing is changed.
@@ -78,8 +78,8 @@ class Change:
             for noun, found in numbers
             if found
         ]
-        said += [f"with max_lr {self.max_lr:g}"] if self.max_lr is not None else []
-        said += [f"with dtype {self.dtype}"] if self.dtype is not None else []
+        for name, value in self.settings.items():
+            said.append(f"with {name} {f'{value:g}' if isinstance(value, float) else value}")
         if len(said) > 1:
             raise ConfigError(f"{' and '.join(said)}: change one thing at a time")
         return said[0] if said else None
@@ -239,16 +239,13 @@ def _open(
 def _settings_then(run_dir: Path, log: Log, attempt: int, info: CheckpointInfo) -> dict[str, Any]:
     """Return the settings of a start of a run that must be chosen again when its checkpoint is resumed."""
     saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
-    values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
-    values["max_lr"] = wanted["max_lr"]  # another optimizer needs its own
-    is_chosen = "min_lr" in chosen_in(info.manifest["config"])
-    if is_chosen or wanted["min_lr"] != default_min_lr(wanted["max_lr"]):
-        values["min_lr"] = wanted["min_lr"]
-    else:
-        values.pop("min_lr", None)  # it follows the peak
-    if begin := log.begin_of(
-        attempt
-    ):  # with epochs or tokens, other data would mean another length
+    # The optimizer's settings go together: another one needs its own rate.
+    names = {n for n, v in wanted.items() if saved[n] != v or LEAVES[n][0] == "optim"} - _LOCATION
+    if "min_lr" not in chosen_in(info.manifest["config"]) | chosen_in(wanted):
+        names.remove("min_lr")  # it follows the peak
+    values = {name: wanted[name] for name in names}
+    if begin := log.begin_of(attempt):
+        # With epochs or tokens, other data would mean another length.
         values["max_steps"] = begin["max_steps"]
     return values | {"checkpoint_mirror": None, "hellaswag_path": None}
 
@@ -315,26 +312,16 @@ class Replay:
 
         Raises: ConfigError.
         """
-        config = self.start.config
-        values: dict[str, Any] = {}
-        if change.max_lr is not None:
-            if not (math.isfinite(change.max_lr) and change.max_lr > 0):
-                raise ConfigError(f"max_lr {change.max_lr} must be above 0")
-            values["max_lr"] = change.max_lr
-            optim = config.optim
-            is_chosen = "min_lr" in self.start.chosen  # as at a resume
-            values["min_lr"] = optim.min_lr if is_chosen else default_min_lr(change.max_lr)
-            if values["min_lr"] > change.max_lr:
-                raise ConfigError(
-                    f"max_lr {change.max_lr} is below the run's min_lr {optim.min_lr}"
-                )
-        if change.dtype is not None:
-            values["dtype"] = resolve_dtype(change.dtype, self.components.runtime.device)
-            if change.dtype == "fp32":
+        values = dict(change.settings)
+        if dtype := values.get("dtype"):
+            values["dtype"] = resolve_dtype(dtype, self.components.runtime.device)
+            if dtype == "fp32":
                 values["residual_dtype"] = "fp32"
-        config = override(config, values)
+        config = follow_peak(override(self.start.config, values), self.start.chosen)
+        if problems := find_problems(config):
+            raise ConfigError("; ".join(problems))
         strategy = self.components.strategy
-        if change.dtype is not None:
+        if dtype:
             strategy = Strategy(self.components.runtime, config.system)
             self.components.model.residual_dtype = config.system.residual_dtype
         self.start = dataclasses.replace(self.start, config=config)
