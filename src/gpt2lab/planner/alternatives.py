@@ -17,7 +17,7 @@ from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profi
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
-from gpt2lab.planner.request import LENGTHS, Comparison, LrRule, Predictor
+from gpt2lab.planner.request import LENGTHS, Comparison, EstimateRequest, Predictor
 
 _CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -193,7 +193,7 @@ def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
     """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job, profile)
     if found.memory.fits is False and found.memory.largest_micro_batch:
-        smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
+        smaller = job.with_micro_batch(found.memory.largest_micro_batch)
         return predictor.predict(smaller, profile)
     return found
 
@@ -280,7 +280,7 @@ def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> l
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
-    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
+    job, fitting, needed = found.job.with_micro_batch(1), [], 0.0
     for gpu in known.gpus.values():
         need = device_memory(
             job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes
@@ -318,8 +318,9 @@ def learning_rates(config: Config) -> dict[str, Any]:
     }
 
 
-def learning_rate_line(config: Config, rule: LrRule, *, typed: bool) -> str:
+def learning_rate_line(config: Config, request: EstimateRequest) -> str:
     """Write the learning rates in one line; where nobody typed one, with the rule's flag."""
+    rule, typed = request.lr_rule, request.max_lr is not None
     found, size = learning_rates(config), config.batch.total_batch_size
     batch = found["reference_batch"]
     text = f"{'max_lr':<12} {config.optim.max_lr:<14g} "

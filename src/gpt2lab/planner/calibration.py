@@ -24,7 +24,7 @@ from gpt2lab.distributed import processor
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import machine, timing
 from gpt2lab.planner.hardware import Gpu, Hardware
-from gpt2lab.planner.job import Job
+from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.machine import DetectedHardware, Machine
 from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from gpt2lab.runs.history import Log, stall_of
@@ -66,14 +66,11 @@ def record_of(
     `environment` as in run.json, `config` as in config.json; `others`: share of the machine that other programs used.
     """
     taken, elapsed = log.last_start("step_seconds"), log.last_start("elapsed_seconds")[:1]
-    if len(taken) < fewest or np.isnan(elapsed).any():
+    shared = ranks_and_micro_batch(environment)
+    if len(taken) < fewest or np.isnan(elapsed).any() or shared is None:
         return None
     step = mean_step(taken[2:])  # the first step compiles, the second may still touch fresh memory
-    tokens, micro, world = (
-        config["total_batch_size"],
-        environment["mini_batch_size"],
-        environment["world_size"],
-    )
+    tokens, (world, micro) = config["total_batch_size"], shared
     ratios = {
         "compile": max(0.0, float(taken[0]) - step),
         **_event_ratios(log, config, token_seconds=step / (tokens / world), world=world),

@@ -64,7 +64,7 @@ class ForecastExtension(Extension):
 
 
 class TrainingPlanner:
-    """Answers what a request leaves open: `--preset`, `--mini_batch_size auto`, `--fit_schedule`."""
+    """Chooses the settings that a request leaves open; `auto` says which these are."""
 
     def __init__(self, *, preset: str | None = None, fits_schedule: bool = False) -> None:
         """`preset`: cards by name, such as 8xh100; `fits_schedule`: choose the steps that end within --max_hours."""
@@ -72,7 +72,7 @@ class TrainingPlanner:
 
     def measures(self, request: RunRequest) -> bool:
         """Tell whether a micro-batch is searched by running steps."""
-        return "mini_batch_size" in request.open_settings and self._preset is None
+        return request.leaves_mini_batch and self._preset is None
 
     def free_memory(self, system: SystemConfig) -> float | None:
         """Return the bytes that this rank could use, None where unknown."""
@@ -92,12 +92,11 @@ class TrainingPlanner:
 
         Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
         """
-        finds_batch = self.measures(request)
         wanted = auto.OpenSettings(
             preset=self._preset,
-            find_mini_batch=finds_batch and memory is not None,
+            find_mini_batch=self.measures(request) and memory is not None,
             fit_schedule=self._fits_schedule and memory is not None,
-            typed=request.chosen | ({"mini_batch_size"} if finds_batch else set()),
+            typed=request.chosen,
         )
         chosen = auto.choose_settings(
             wanted,

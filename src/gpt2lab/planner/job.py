@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +197,10 @@ class Job:
         """Return the same job at another length."""
         return dataclasses.replace(self, max_steps=steps)
 
+    def with_micro_batch(self, size: int) -> Job:
+        """Return the same job with other micro-batches."""
+        return self.with_settings(mini_batch_size=size)
+
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
@@ -220,6 +225,12 @@ class Job:
         a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
         counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
         return counts[0] + counts[1] - counts[2]
+
+
+def ranks_and_micro_batch(environment: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the world size and the micro-batch of a start, from the environment in its run.json or manifest."""
+    world_size, size = environment.get("world_size"), environment.get("mini_batch_size")
+    return (world_size, size) if world_size and size else None
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:

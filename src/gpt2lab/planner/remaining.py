@@ -12,10 +12,9 @@ import numpy as np
 from gpt2lab import fmt, paths
 from gpt2lab.config.derived import frequencies
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters, training_flops_per_token
-from gpt2lab.planner.job import Job
+from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
@@ -199,10 +198,9 @@ def milestone(step: int, span: Interval, *, tokens_per_step: int, now: float) ->
 
 def _memory(config: Config, environment: dict[str, Any]) -> dict[str, Any] | None:
     """Return what a rank of the run's last start needs; None where that is not known, as of offloaded weights."""
-    world_size, size = environment.get("world_size"), environment.get("mini_batch_size")
-    dtype = environment.get("dtype")
-    if config.system.fsdp_offload or not world_size or not size or dtype not in ("fp32", "bf16"):
+    shared, dtype = ranks_and_micro_batch(environment), environment.get("dtype")
+    if config.system.fsdp_offload or shared is None or dtype not in ("fp32", "bf16"):
         return None
-    config = override(config, {"mini_batch_size": size})
-    need = Job(config, 0, world_size, dtype, compiled=False).memory()
+    world_size, size = shared
+    need = Job(config, 0, world_size, dtype, compiled=False).memory(micro_batch=size)
     return dataclasses.asdict(need) | {"total": need.tensors}
