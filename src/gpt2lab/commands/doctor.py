@@ -29,6 +29,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine, reports
+from gpt2lab.planner.auto import fitting_flag
 from gpt2lab.planner.estimate import Estimate
 from gpt2lab.planner.machine import GpuState
 from gpt2lab.planner.memory import PARTS
@@ -245,7 +246,7 @@ def _about_memory(found: Estimate) -> str:
         )
     else:
         remedy = "not even one sequence at a time does; a smaller --model or --context_length may"
-        if largest:
-            remedy = f"--mini_batch_size {largest} does"
+        if flag := fitting_flag(need):
+            remedy = f"{flag} does"
         verdict = f"does not fit into the {need.target:.0%} of it that a run may use; {remedy}"
     return "\n".join([head, table, verdict])

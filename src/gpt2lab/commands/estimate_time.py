@@ -20,6 +20,7 @@ from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, remaining, reports
+from gpt2lab.planner.auto import fitting_flag
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.request import EstimateRequest, Predictor, check_request, start_of, window_of
@@ -120,8 +121,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         listed = hardware.profiles(known).values()
         advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
         extra += [f"{'data':<12} {advice}"]
-    typed = request.max_lr is not None
-    extra.append(alternatives.learning_rate_line(job.config, request.lr_rule, typed=typed))
+    extra.append(alternatives.learning_rate_line(job.config, request))
     batch = job.config.batch.total_batch_size
     milestones = [
         remaining.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
@@ -174,11 +174,8 @@ def _warnings(found: Estimate) -> list[str]:
         warnings.append(
             f"evaluations take {evals / total:.0%} of the time; --eval_freq {better} makes it 2 %"
         )
-    if found.memory.fits is False and found.memory.largest_micro_batch:
-        warnings.append(
-            f"mini_batch_size {job.micro_batch} does not fit; "
-            f"--mini_batch_size {found.memory.largest_micro_batch} does"
-        )
+    if found.memory.fits is False and (flag := fitting_flag(found.memory)):
+        warnings.append(f"mini_batch_size {job.micro_batch} does not fit; {flag} does")
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
         warnings.append(
             f"the price of {found.cost.date} is more than half a year old; give --price"

@@ -23,7 +23,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
-from gpt2lab.planner.auto import NOT_COUNTED, memory_here
+from gpt2lab.planner.auto import NOT_COUNTED, fitting_flag, memory_here
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -160,8 +160,8 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     if need.fits:
         return Check("memory", "ok", detail, numbers)
     fix = "not even one sequence at a time fits: a smaller --model or --context_length does"
-    if need.largest_micro_batch:
-        fix = f"--mini_batch_size {need.largest_micro_batch} fits"
+    if flag := fitting_flag(need):
+        fix = f"{flag} fits"
     return Check("memory", "failed", f"{detail}; {fix}", numbers)
 
 

@@ -75,6 +75,11 @@ def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
     )
 
 
+def fitting_flag(need: MemoryNeed) -> str | None:
+    """Return the flag that makes a run fit, None if not even one sequence at a time does."""
+    return f"--mini_batch_size {need.largest_micro_batch}" if need.largest_micro_batch else None
+
+
 def describe_memory(need: MemoryNeed) -> str:
     """Return the need as text, with what would fit if it does not."""
     text = f"{need.needed / GIB:.1f} GiB for each rank"
@@ -83,8 +88,8 @@ def describe_memory(need: MemoryNeed) -> str:
     text += f", {need.available / GIB:.1f} GiB free here"
     if need.fits:
         return text
-    if need.largest_micro_batch:
-        return f"{text}: does not fit, --mini_batch_size {need.largest_micro_batch} does"
+    if flag := fitting_flag(need):
+        return f"{text}: does not fit, {flag} does"
     return f"{text}: does not fit, not even one sequence at a time; choose a smaller model"
 
 
@@ -248,7 +253,7 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
         )
     fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
     sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))
-    return way.job.with_settings(mini_batch_size=sizes[-1])
+    return way.job.with_micro_batch(sizes[-1])
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:
