@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import Actions, names_of_flags, parse
+from gpt2lab.commands.command_line import Actions, action_words, names_of_flags, parse
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list
 from gpt2lab.errors import ConfigError, DataError
@@ -129,19 +128,5 @@ def read_requests(
             # A --config file may have a seed; ablate overrides it.
             if ours := _OURS & names_of_flags(words):
                 raise ConfigError(f"--{min(ours)} is set by ablate itself")
-            found[name] = Setting(parse(words).request, tuple(_other_flags(words)))
+            found[name] = Setting(parse(words).request, tuple(action_words(words)))
     return found
-
-
-def _other_flags(words: Sequence[str]) -> list[str]:
-    """Return the flags that a settings file cannot hold, such as --preset, with their values."""
-    kept: list[str] = []
-    keeps = False
-    for word, after in itertools.zip_longest(words, words[1:]):
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            is_auto = name == "mini_batch_size" and (value or after) == "auto"
-            keeps = is_auto or (name in Actions.__dataclass_fields__ and name != "config")
-        kept += [word] if keeps else []
-    return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,6 +201,19 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
 def names_of_flags(words: Sequence[str]) -> set[str]:
     """Return the names of the flags among the words of a command line."""
     return {name_of(word) for word in words if word.startswith("--")}
+
+
+def action_words(words: Sequence[str]) -> list[str]:
+    """Return the flags that a settings file cannot hold, such as --preset, with their values."""
+    kept: list[str] = []
+    keeps = False
+    for word, after in itertools.zip_longest(words, words[1:]):
+        if word.startswith("--"):
+            name, value = name_of(word), word.partition("=")[2] or after
+            is_auto = (name, value) == ("mini_batch_size", _AUTO)
+            keeps = is_auto or (name in Actions.__dataclass_fields__ and name != "config")
+        kept += [word] if keeps else []
+    return kept
 
 
 def _flags_of(recipe: RecipeName) -> list[Flag]:

@@ -2,7 +2,7 @@
 
 gpt2lab runs resume-command my_run
 gpt2lab runs resume-command my_run --output slurm --nodes 2 --gpus 8
-gpt2lab runs resume-command my_run --max_lr 3e-4 --allow_change max_lr
+gpt2lab runs resume-command my_run --max_steps 40000 --allow_change max_steps
 
 Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and examples/skypilot.yaml are files to fill in.
 """

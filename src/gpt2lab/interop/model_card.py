@@ -9,6 +9,7 @@ from typing import Any
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.settings import data_name, options_of
+from gpt2lab.optim.schedule import describe_rates
 from gpt2lab.runs import history
 from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.opening import why_no_text
@@ -97,7 +98,8 @@ def _trained_on(checkpoint: CheckpointInfo) -> dict[str, str]:
     return rows | {
         "training data": f"`{data_name(config)}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
-        f"{config.batch.total_batch_size:,}, max_lr {config.optim.max_lr:g}, {config.system.dtype}",
+        f"{config.batch.total_batch_size:,}, {config.system.dtype}",
+        "optimizer": describe_rates(config.optim),
     }
 
 
