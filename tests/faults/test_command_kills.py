@@ -269,12 +269,7 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, t
     shape = [word for word in SHAPE if not word.startswith("--run_name")]
     words = [f"--out={out}", "--seeds=1", f"--jobs={jobs}", *shape, f"--data_dir={tiny_data}"]
     process = subprocess.Popen(
-        [
-            *launch.words_of("ablate"),
-            str(settings),
-            *words,
-            "--max_steps=12",
-        ],
+        [*launch.words_of("ablate"), str(settings), *words, "--max_steps=12"],
         env=launch.environment(FAULT="step:sleep0.2@*"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -256,7 +256,7 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "compare": ["gpt2lab compare", "base", "modern", "--checkpoint_dir=runs"],
     "replay": ["gpt2lab replay", "base", "--steps=7:8", "--layers", "--checkpoint_dir=runs"],
     "why-spike": [  # all four samples, whatever their order
-        *("gpt2lab why-spike", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs"),
+        *("gpt2lab why-spike", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs")
     ],
     "bisect": ["gpt2lab bisect", "base", "modern", "--checkpoint_dir=runs"],
     "status": ["gpt2lab status", "--checkpoint_dir=runs"],
@@ -266,12 +266,12 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "estimate of tokens": [ESTIMATE, "--gpu=H100", "--gpus=8", "--tokens=1B", *NOBODY],
     "estimate of a window": [ESTIMATE, "--gpu=H100", "--steps=100", "--deadline=12h", *NOBODY],
     "estimate that fits no window": [
-        *(ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY),
+        *(ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY)
     ],
     "estimate of models": [ESTIMATE, "--gpu=H100", "--compare=models", *NOBODY],
     "estimate of gpus": [ESTIMATE, "--gpu=H100", "--compare=gpus", *NOBODY],
     "estimate of profiles": [
-        *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY),
+        *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY)
     ],
     "accuracy": [ESTIMATE, "--accuracy", "--checkpoint_dir=runs"],
     "doctor of a run to come": ["gpt2lab doctor", "--gpu=H100", "--tokens=1B", *NOBODY],

@@ -202,13 +202,7 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(tiny_d
     [(0.01, 120, 20), (0.9, 133, 20), (1.6, 125, 21), (6.0, 99, 20), (60.0, 9, 10)],
 )
 def test_in_a_file_steps_break_a_long_silence(
-    tmp_path,
-    monkeypatch,
-    capsys,
-    *,
-    step_seconds,
-    young,
-    old,
+    tmp_path, monkeypatch, capsys, *, step_seconds, young, old
 ):
     now = 0.0
     monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: now)
