@@ -89,11 +89,11 @@ def python(*words: object, folder: Path = REPOSITORY, **extra: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def words_of(name: str) -> list[str]:
+def words_of(name: Path | str) -> list[str]:
     """Return the words that start a script, or a verb of `gpt2lab`, as its own program."""
-    if name.endswith(".py"):
+    if str(name).endswith(".py"):
         return [sys.executable, str(SCRIPTS / name)]
-    return [sys.executable, str(MAIN), *name.split()]
+    return [sys.executable, str(MAIN), *str(name).split()]
 
 
 def script(name: str, *words: object) -> Done:

@@ -44,7 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def kill(script: str, words: list[str], *, at: int, below: Path) -> int:
+def kill(script: Path | str, words: list[str], *, at: int, below: Path) -> int:
     """Run a script in a fork that dies before its call number `at` below a folder; return its exit code."""
     environment = launch.environment(WATCH=str(below))
     done = run_ranks(
@@ -269,12 +269,7 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, t
     shape = [word for word in SHAPE if not word.startswith("--run_name")]
     words = [f"--out={out}", "--seeds=1", f"--jobs={jobs}", *shape, f"--data_dir={tiny_data}"]
     process = subprocess.Popen(
-        [
-            *launch.words_of("ablate"),
-            str(settings),
-            *words,
-            "--max_steps=12",
-        ],
+        [*launch.words_of("ablate"), str(settings), *words, "--max_steps=12"],
         env=launch.environment(FAULT="step:sleep0.2@*"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -286,7 +281,7 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, t
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (0, "")
     assert stderr.splitlines()[jobs:] == [
-        "interrupted; what was trained is saved; start again to go on with it"
+        "interrupted; what was trained is saved; start again to continue"
     ]
     told = json.loads((out / "cold_seed1" / "status.json").read_text())
     assert (told["state"], told["exit_code"]) == ("stopped", 0)

@@ -16,12 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import launch
 from gpt2lab.checkpoint import store
-from gpt2lab.config.schema import (
-    ModelConfig,
-    OptimConfig,
-    Optimizer,
-    SystemConfig,
-)
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Optimizer, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
@@ -225,8 +220,7 @@ def test_a_named_kernel_runs_and_gives_the_same_curve(wanted, fp32, tiny_data, t
 
 
 @pytest.mark.parametrize(
-    "more",
-    [("--attention=flash", "--dtype=fp32"), ("--attention=cudnn", "--deterministic")],
+    "more", [("--attention=flash", "--dtype=fp32"), ("--attention=cudnn", "--deterministic")]
 )
 def test_a_kernel_that_cannot_is_rejected(more, tiny_data, tmp_path):
     done = launch.train(_flags(tiny_data, tmp_path, *more))

@@ -127,7 +127,7 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(tmp_path_factory) -> Place:
     """Prepare text; train one run that is stopped and resumed, a modern one, and one with LoRA; treat as read-only."""
     place = Place(tmp_path_factory.mktemp("contracts"))
     write_text(place.folder / "text")
@@ -201,7 +201,7 @@ def read_help(text: str) -> dict[str, Any]:
     return help
 
 
-def test_the_flags_of_every_program(golden: dict[str, Any], place: Place) -> None:
+def test_the_flags_of_every_program(golden, place):
     def ask(command: str) -> dict[str, Any]:
         return read_help(place.done(command, "--help-all"))
 
@@ -256,7 +256,7 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "compare": ["gpt2lab compare", "base", "modern", "--checkpoint_dir=runs"],
     "replay": ["gpt2lab replay", "base", "--steps=7:8", "--layers", "--checkpoint_dir=runs"],
     "why-spike": [  # all four samples, whatever their order
-        *("gpt2lab why-spike", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs"),
+        *("gpt2lab why-spike", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs")
     ],
     "bisect": ["gpt2lab bisect", "base", "modern", "--checkpoint_dir=runs"],
     "status": ["gpt2lab status", "--checkpoint_dir=runs"],
@@ -266,12 +266,12 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "estimate of tokens": [ESTIMATE, "--gpu=H100", "--gpus=8", "--tokens=1B", *NOBODY],
     "estimate of a window": [ESTIMATE, "--gpu=H100", "--steps=100", "--deadline=12h", *NOBODY],
     "estimate that fits no window": [
-        *(ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY),
+        *(ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY)
     ],
     "estimate of models": [ESTIMATE, "--gpu=H100", "--compare=models", *NOBODY],
     "estimate of gpus": [ESTIMATE, "--gpu=H100", "--compare=gpus", *NOBODY],
     "estimate of profiles": [
-        *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY),
+        *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY)
     ],
     "accuracy": [ESTIMATE, "--accuracy", "--checkpoint_dir=runs"],
     "doctor of a run to come": ["gpt2lab doctor", "--gpu=H100", "--tokens=1B", *NOBODY],
@@ -292,7 +292,7 @@ def without_machines_own(tree: Any, where: str = "") -> Any:
     return tree
 
 
-def test_the_keys_of_every_json_answer(golden: dict[str, Any], place: Place) -> None:
+def test_the_keys_of_every_json_answer(golden, place):
     names = [
         name
         for name in JSON_ANSWERS
@@ -321,13 +321,13 @@ def tree(folder: Path) -> list[str]:
     return sorted({re.sub(r"events\.out\.tfevents.*", "events.out.tfevents.*", n) for n in names})
 
 
-def test_the_files_of_a_run(golden: dict[str, Any], place: Place) -> None:
+def test_the_files_of_a_run(golden, place):
     runs = place.folder / "runs"
     found = {name: tree(runs / name) for name in ("base", "modern", "tuned")}
     compare(golden, "files", found | {"data": tree(place.folder / "data")})
 
 
-def test_the_keys_of_the_files(golden: dict[str, Any], place: Place) -> None:
+def test_the_keys_of_the_files(golden, place):
     found: dict[str, Any] = {}
     for run, step in (("base", 8), ("tuned", 4)):
         folder = place.folder / "runs" / run
@@ -340,7 +340,7 @@ def test_the_keys_of_the_files(golden: dict[str, Any], place: Place) -> None:
     compare(golden, "keys", without_machines_own(found))
 
 
-def test_the_keys_of_every_event(golden: dict[str, Any], place: Place) -> None:
+def test_the_keys_of_every_event(golden, place):
     found: dict[str, dict[str, Any]] = {}
     for run in ("base", "tuned"):
         for event in place.events(run):
@@ -430,7 +430,7 @@ def refusal(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     }
 
 
-def test_what_is_refused_with_which_exit_code(golden: dict[str, Any], place: Place) -> None:
+def test_what_is_refused_with_which_exit_code(golden, place):
     before = tree(place.folder)
     names = [name for name in REFUSALS if name != "lock held"]
     with ThreadPoolExecutor(2) as pool:
@@ -457,7 +457,7 @@ def numbers(place: Place, run: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("run", ["base", "modern", "tuned"])
-def test_losses_are_those_of_before(golden: dict[str, Any], place: Place, run: str) -> None:
+def test_losses_are_those_of_before(golden, place, run):
     found = numbers(place, run)
     assert found
     if UPDATE:
@@ -470,7 +470,7 @@ def test_losses_are_those_of_before(golden: dict[str, Any], place: Place, run: s
         assert found[name] == pytest.approx(value, rel=RELATIVE, abs=rounding), name
 
 
-def test_what_steps_trained_on_is_that_of_before(golden: dict[str, Any], place: Place) -> None:
+def test_what_steps_trained_on_is_that_of_before(golden, place):
     shards = json.loads((place.folder / "data" / "shards.json").read_text())
     found: dict[str, Any] = {f"{file['name']}": file["sha256"] for file in shards["files"]}
     for run in ("base", "modern", "tuned"):

@@ -52,7 +52,7 @@ def load() -> Any:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory) -> Path:
     """Return folders of shards: `bytes/` and `gpt2/`, whose models have padding rows, `unknown/` without documents."""
     folder = tmp_path_factory.mktemp("one_file")
     source = corpora.write_jsonl(folder / "texts.jsonl", corpora.TEXTS)
@@ -83,9 +83,7 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows", "none"])
 @pytest.mark.parametrize("shape", ["bytes", "unknown", "gpt2"])
-def test_every_number_is_the_trainers_to_the_bit(
-    shape: str, shuffle: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_number_is_the_trainers_to_the_bit(shape, shuffle, data, tmp_path, monkeypatch):
     flags = flags_of(data, shape, f"--shuffle={shuffle}")
     one_file, validation = load(), []
 
@@ -109,7 +107,7 @@ def test_every_number_is_the_trainers_to_the_bit(
     assert validation == [one["val_loss"] for one in launch.events(tmp_path / "trainer", "eval")]
 
 
-def test_a_process_of_its_own_computes_the_same(data: Path, tmp_path: Path) -> None:
+def test_a_process_of_its_own_computes_the_same(data, tmp_path):
     flags = flags_of(data, "bytes", "--max_steps=3")
     load().main([*flags, f"--json={tmp_path / 'here.jsonl'}"])
     # -I: without this project's folders on the path.
@@ -121,7 +119,7 @@ def test_a_process_of_its_own_computes_the_same(data: Path, tmp_path: Path) -> N
     assert printed == ["step 0/3", "step 1/3", "step 2/3", "step 3/3", "step 3/3", "sample"]
 
 
-def test_it_is_300_lines_of_torch_and_numpy() -> None:
+def test_it_is_300_lines_of_torch_and_numpy():
     text = FILE.read_text()
     assert len(text.splitlines()) <= 300
     imported = set()
@@ -133,7 +131,7 @@ def test_it_is_300_lines_of_torch_and_numpy() -> None:
     assert imported - sys.stdlib_module_names == {"torch", "numpy"}
 
 
-def test_its_defaults_are_the_trainers() -> None:
+def test_its_defaults_are_the_trainers():
     one_file, ours = load(), to_flat(Config())
     depends = {"data_dir", "vocab_size", "json"}  # on the folder, or not a setting of the trainer
     defaults = {name: default for name, (_, default, _) in one_file.FLAGS.items()}
@@ -162,7 +160,7 @@ def test_its_defaults_are_the_trainers() -> None:
         ("--json=nowhere/steps.jsonl", "nowhere/steps.jsonl"),
     ],
 )
-def test_bad_input_is_one_line(flag: str, says: str, data: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(flag, says, data, tmp_path):
     more = ["--total_batch_size=100000", "--mini_batch_size=1"] if "context" in flag else []
     done = launch.call(FILE, *flags_of(data, "bytes", *more, flag), folder=tmp_path)
     (line,) = done.stderr.splitlines()
@@ -170,7 +168,7 @@ def test_bad_input_is_one_line(flag: str, says: str, data: Path, tmp_path: Path)
     assert says in line
 
 
-def test_less_data_than_a_step_and_damaged_data_are_one_line(data: Path, tmp_path: Path) -> None:
+def test_less_data_than_a_step_and_damaged_data_are_one_line(data, tmp_path):
     flags = ["--n_embd=12", "--context_length=16", "--mini_batch_size=1"]
     done = launch.call(FILE, *flags, f"--data_dir={data / 'bytes'}", "--total_batch_size=16000")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
@@ -181,7 +179,7 @@ def test_less_data_than_a_step_and_damaged_data_are_one_line(data: Path, tmp_pat
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(data: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(data):
     done = launch.call(FILE, *flags_of(data, "bytes", "--max_lr=1e30"))
     (line,) = done.stderr.splitlines()
     assert done.returncode == 76

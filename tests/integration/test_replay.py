@@ -88,7 +88,7 @@ def flip(folder: Path, tensor: str, place: int, *, redo: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory) -> Path:
     """Return a folder with the data and runs of all tests; treat as read-only."""
     folder = tmp_path_factory.mktemp("replays")
     for name, swapped in (("clean", None), ("swapped", SWAPPED)):
@@ -102,7 +102,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own(place: Path, tmp_path: Path) -> Path:
+def own(place, tmp_path) -> Path:
     """Return a copy of the runs to spoil, over the same data."""
     shutil.copytree(place / "runs", tmp_path / "runs")
     for name in ("clean", "poisoned", "swapped"):
@@ -132,7 +132,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int, str]]:
 # -- replay ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) -> None:
+def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place):
     before = listing(place / "runs" / "clean")
     found = call("replay", place, "clean", "--steps=10:13", "--layers", "--json")
     assert listing(place / "runs" / "clean") == before
@@ -153,7 +153,7 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) ->
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_replayed_compiled(own: Path) -> None:
+def test_a_compiled_run_is_replayed_compiled(own):
     flags = [
         flag for flag in flags_of(own, "compiled", "clean") if not flag.startswith("--compile=")
     ]
@@ -162,9 +162,7 @@ def test_a_compiled_run_is_replayed_compiled(own: Path) -> None:
         assert "bitwise as logged" in call("replay", own, name, "--steps=5:6")
 
 
-def test_a_compiled_run_is_replayed_where_nothing_can_compile(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_is_replayed_where_nothing_can_compile(own, monkeypatch):
     path = own / "runs" / "clean" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "on"}))
     monkeypatch.setenv("PATH", "")
@@ -175,7 +173,7 @@ def test_a_compiled_run_is_replayed_where_nothing_can_compile(
     )
 
 
-def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -> None:
+def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place):
     one = ("poisoned", f"--without_sample={BAD}", "--json")
     found = call("replay", place, *one, "--steps=14:15", "--layers")
     spike, after = found["steps"]
@@ -194,7 +192,7 @@ def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -
     assert spike["replayed"]["loss"] == pytest.approx(sum(rest) / len(rest), rel=1e-5)
 
 
-def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
+def test_a_document_is_left_out_wherever_it_is_a_target(place):
     """Document n is the n-th of the training split; its targets are found by its text."""
     (path,) = (place / "clean").glob("*train*.npy")
     ids = np.load(path)
@@ -217,7 +215,7 @@ def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
     assert [S * T - step["targets"] for step in found["steps"]] == count
 
 
-def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
+def test_another_rate_holds_from_the_first_step_asked_for(place):
     found = call("replay", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
     first, second, _ = found["steps"]
     assert first["replayed"]["loss"] == first["logged"]["loss"]
@@ -225,7 +223,7 @@ def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
     assert second["replayed"]["loss"] != second["logged"]["loss"]
 
 
-def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own: Path) -> None:
+def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own):
     train(own, "half", "clean", "--dtype=bf16", "--stop_after_steps=6")
     assert "bitwise as logged" in call("replay", own, "half", "--steps=6")
     for name, dtype, is_same in (("half", "fp32", False), ("clean", "fp32", True)):
@@ -262,13 +260,11 @@ def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own: Path) -> None:
         (("nobody", "--steps=9"), "nobody: no run of this name"),
     ],
 )
-def test_what_cannot_be_replayed_is_said_in_a_line(
-    words: tuple[str, ...], says: str, place: Path
-) -> None:
+def test_what_cannot_be_replayed_is_said_in_a_line(words, says, place):
     assert says in call("replay", place, *words, code=2)
 
 
-def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path) -> None:
+def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     """The batch is compared in steps with a change too: nothing else would tell other data there."""
     (own / "moved").symlink_to(own / "clean")
     train(own, "mine", "moved", f"--stop_after_steps={SPIKE}")
@@ -320,7 +316,7 @@ def edit_log(run: Path, step: int, **values: Any) -> None:
         ("grad_norm", "gradient norm"),
     ],
 )
-def test_a_step_that_is_not_as_logged_is_named(field: str, name: str, own: Path) -> None:
+def test_a_step_that_is_not_as_logged_is_named(field, name, own):
     run = own / "runs" / "clean"
     value = launch.steps(run)[11][field]
     edit_log(run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)})
@@ -328,7 +324,7 @@ def test_a_step_that_is_not_as_logged_is_named(field: str, name: str, own: Path)
     assert f"not as logged: step 11 is the first that differs, in its {name} (" in said
 
 
-def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own: Path) -> None:
+def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own):
     """It loads with its checksums redone; left as they are, the checkpoint is passed over."""
     run = own / "runs" / "clean"
     facts = json.loads((run / "run.json").read_text())
@@ -350,7 +346,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own: Path) -> Non
 # -- why-spike -------------------------------------------------------------------------------------------------------
 
 
-def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
+def test_the_poisoned_window_is_named_with_its_pattern(place):
     before = listing(place / "runs" / "poisoned")
     found = call("why-spike", place, "poisoned", "--json")
     said = call("why-spike", place, "poisoned", f"--step={SPIKE}", "--worst=2")
@@ -380,13 +376,13 @@ def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
     assert "no single sample explains" not in said
 
 
-def test_a_step_without_a_culprit_is_called_so(place: Path) -> None:
+def test_a_step_without_a_culprit_is_called_so(place):
     said = call("why-spike", place, "clean", "--step=9", "--worst=1")
     assert said.splitlines()[-1] == "no single sample explains this norm"
     assert "as logged" in said
 
 
-def test_a_step_of_one_sample_is_explained(own: Path) -> None:
+def test_a_step_of_one_sample_is_explained(own):
     train(own, "one", "clean", f"--total_batch_size={T}", "--mini_batch_size=1", "--max_steps=6")
     found = call("why-spike", own, "one", "--step=6", "--json")
     (part,) = found["parts"]
@@ -395,7 +391,7 @@ def test_a_step_of_one_sample_is_explained(own: Path) -> None:
     assert "as logged" in call("why-spike", own, "one", "--step=6")
 
 
-def test_a_step_that_no_sample_broke_is_called_so(own: Path) -> None:
+def test_a_step_that_no_sample_broke_is_called_so(own):
     with pytest.raises(NonFiniteError):
         train(own, "broken", "clean", "--max_lr=1e30")
     said = call("why-spike", own, "broken")
@@ -408,7 +404,7 @@ def test_a_step_that_no_sample_broke_is_called_so(own: Path) -> None:
     assert all("null" in answer and "NaN" not in answer for answer in answers)
 
 
-def test_wrong_words_for_why_spike(own: Path) -> None:
+def test_wrong_words_for_why_spike(own):
     assert "worst 0 must be at least 1" in call("why-spike", own, "clean", "--worst=0", code=2)
     assert "no step 99; it has" in call("why-spike", own, "clean", "--step=99", code=2)
     for checkpoint in (own / "runs" / "clean").glob("step_*"):
@@ -424,7 +420,7 @@ def differing(folder: Path, other: str, a: str = "clean") -> dict[str, Any]:
     return found
 
 
-def test_equal_runs_are_called_equal(own: Path) -> None:
+def test_equal_runs_are_called_equal(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "copy")
     before = listing(own / "runs")
     said = call("bisect", own, "clean", "copy")
@@ -434,7 +430,7 @@ def test_equal_runs_are_called_equal(own: Path) -> None:
     assert "0 replays" in said
 
 
-def test_a_poisoned_window_is_named_without_a_replay(place: Path) -> None:
+def test_a_poisoned_window_is_named_without_a_replay(place):
     found = differing(place, "poisoned")
     assert (found["step"], found["quantity"], found["replays"]) == (SPIKE, "batch", 0)
     text = dict(map(tuple, found["differences"]))["batch"]
@@ -443,7 +439,7 @@ def test_a_poisoned_window_is_named_without_a_replay(place: Path) -> None:
     )
 
 
-def test_a_flipped_bit_is_named_by_its_tensor(own: Path) -> None:
+def test_a_flipped_bit_is_named_by_its_tensor(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
     run = own / "runs" / "flipped"
     flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=False)
@@ -460,7 +456,7 @@ def test_a_flipped_bit_is_named_by_its_tensor(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own: Path) -> None:
+def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own):
     """The checkpoint with the bit is gone: one replay tells which run left its course."""
     shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
     run = own / "runs" / "flipped"
@@ -484,7 +480,7 @@ def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own: Path) -> 
     assert "the weights of both replays before step 13 are equal" in found["conclusion"]
 
 
-def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(own: Path) -> None:
+def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "edited")
     edit_log(own / "runs" / "edited", 14, loss=1.0)
     found = differing(own, "edited")
@@ -494,7 +490,7 @@ def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(o
     ]
 
 
-def test_a_changed_rate_is_named(own: Path) -> None:
+def test_a_changed_rate_is_named(own):
     train(own, "rate", "clean", "--max_lr=0.02", "--stop_after_steps=2")
     found = differing(own, "rate")
     assert (found["step"], found["quantity"], found["replays"]) == (1, "setting", 0)
@@ -503,7 +499,7 @@ def test_a_changed_rate_is_named(own: Path) -> None:
     assert "0 checkpoints of both (they share none before step 1)" in found["compared"]
 
 
-def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:
+def test_a_rate_changed_at_a_resume_is_named_at_its_step(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "later")
     words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
     flags = [flag for flag in flags_of(own, "later", "clean") if "max_lr" not in flag]
@@ -516,7 +512,7 @@ def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:
     assert "a resume after step 8 changed max_lr, min_lr; replay the steps before and" in line
 
 
-def test_a_floor_that_a_resume_kept_though_its_peak_moved_is_kept_in_a_replay(own: Path) -> None:
+def test_a_floor_that_a_resume_kept_though_its_peak_moved_is_kept_in_a_replay(own):
     words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
     flags = [flag for flag in flags_of(own, "clean", "clean") if "max_lr" not in flag]
     pretrain(parse([*flags, *words, "--min_lr=0.001"]))  # what it was: a tenth of the peak before
@@ -530,7 +526,7 @@ def one_thread_again() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_another_number_of_threads_is_named(own: Path, one_thread_again: None) -> None:
+def test_another_number_of_threads_is_named(own, one_thread_again):
     wide = ("--n_embd=128", "--stop_after_steps=8")
     train(own, "one", "clean", *wide)
     torch.set_num_threads(2)
@@ -551,7 +547,7 @@ def test_another_number_of_threads_is_named(own: Path, one_thread_again: None) -
 
 
 @pytest.mark.slow
-def test_a_swapped_document_is_named(own: Path) -> None:
+def test_a_swapped_document_is_named(own):
     train(own, "swapped", "swapped", "--stop_after_steps=16")
     found = differing(own, "swapped")
     texts_of = [
@@ -569,7 +565,7 @@ def test_a_swapped_document_is_named(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
+def test_a_run_of_two_ranks_replays_within_rounding(own):
     flags = [*flags_of(own, "ranks", "clean"), "--stop_after_steps=12"]
     assert launch.train_in_forks(flags, world=2).returncode == 0
     said = call("replay", own, "ranks", "--steps=10:12")
@@ -585,7 +581,7 @@ def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
     assert "bitwise as logged" in call("replay", own, "exact", "--steps=6:8")
 
 
-def test_a_replay_is_one_process(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_is_one_process(place, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     line = call("replay", place, "clean", "--steps=9", code=2)
     assert "a replay is one process; start it without torchrun" in line

@@ -37,5 +37,9 @@ def _killing(plain: Callable[..., Any]) -> Callable[..., Any]:
 for name in _CALLS:
     setattr(os, name, _killing(getattr(os, name)))
 sys.argv = sys.argv[2:]
-sys.path.insert(0, str(Path(sys.argv[0]).parent))
+folder = Path(sys.argv[0]).parent
+if not (
+    folder / "__init__.py"
+).exists():  # else its `tokenizers` would hide the package of that name
+    sys.path.insert(0, str(folder))
 runpy.run_path(sys.argv[0], run_name="__main__")

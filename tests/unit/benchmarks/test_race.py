@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import (
-    ceilings,
-    contestants,
-    race,
-    running,
-    token_stream,
-    trainers,
-)
+from benchmarks import ceilings, contestants, race, running, token_stream, trainers
 from benchmarks.contestants import Contestant, Step
 from benchmarks.sizes import SIZES
 from fake_trainer import SMALL, entry_of, fake_trainer, place_in

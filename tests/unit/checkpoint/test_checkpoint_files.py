@@ -31,6 +31,7 @@ from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
+from gpt2lab.runs.summary import print_checkpoints
 from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
@@ -96,23 +97,25 @@ def test_random_corruption_is_always_found_and_the_one_before_used(two, tmp_path
     assert catalog.newest_valid(run, set_aside=False)[0].step == 4  # type: ignore[union-attr]
 
 
-def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path):
+def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path, capsys):
     shutil.copytree(two, tmp_path / "runs" / "run")
-    flags = ["--list_checkpoints", f"--checkpoint_dir={tmp_path / 'runs'}"]
-    sound = launch.call(launch.TRAIN, *flags, "--verify")
-    assert (sound.returncode, sound.stderr) == (0, "")
-    assert "every byte of 2 checkpoints read" in sound.stdout
+
+    def listed(**how: bool) -> tuple[int, str]:
+        code = print_checkpoints(tmp_path / "runs", run_name=None, **{"as_json": False, **how})
+        return code, capsys.readouterr().out
+
+    code, told = listed(verify_bytes=True)
+    assert (code, "every byte of 2 checkpoints read" in told) == (0, True)
     damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-9] ^= 1
     damaged.write_bytes(content)
-    assert launch.call(launch.TRAIN, *flags).returncode == 0
-    found = launch.call(launch.TRAIN, *flags, "--verify", "--json")
-    assert found.returncode == 1
-    [listed] = json.loads(found.stdout)["runs"]
-    assert [row["step"] for row in listed["checkpoints"]] == [2]
-    assert "optim.safetensors: damaged" in listed["damaged"][0]
-    assert launch.call(launch.TRAIN, "--verify").returncode == 2
+    assert listed()[0] == 0
+    code, told = listed(verify_bytes=True, as_json=True)
+    assert code == 1
+    [run] = json.loads(told)["runs"]
+    assert [row["step"] for row in run["checkpoints"]] == [2]
+    assert "optim.safetensors: damaged" in run["damaged"][0]
 
 
 Usage = namedtuple("Usage", "total used free")

@@ -194,8 +194,7 @@ CASES = {
         ["--fsdp_param_dtype=bf16"], ("--fsdp_param_dtype bf16 goes with --parallel fsdp",)
     ),
     "a GPU's kernel on a CPU": Case(
-        ["--attention=cudnn"],
-        ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto"),
+        ["--attention=cudnn"], ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto")
     ),
     "bucket of half a MiB": Case(
         ["--ddp_bucket_mb=0.5"], ("ddp_bucket_mb 0.5 must be at least 1",)
@@ -339,10 +338,7 @@ def test_a_dry_run_rejects_the_same(name, place):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "data folder missing",
-        pytest.param("file where the runs should go", marks=pytest.mark.slow),
-    ],
+    ["data folder missing", pytest.param("file where the runs should go", marks=pytest.mark.slow)],
 )
 def test_the_program_itself_rejects_with_exit_code_2(name, place):
     case = CASES[name]

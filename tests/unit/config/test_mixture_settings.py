@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ SHARED = ("data_dir", "data_weights_at", "max_source_epochs")
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _here(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -40,7 +39,7 @@ def problem(*argv: str) -> str:
     return found
 
 
-def test_one_folder_is_recorded_as_it_always_was(tmp_path: Path) -> None:
+def test_one_folder_is_recorded_as_it_always_was(tmp_path):
     assert recorded("--data_dir=d") == {
         "data_dir": str(tmp_path / "d"),
         "data_weights_at": None,
@@ -49,14 +48,14 @@ def test_one_folder_is_recorded_as_it_always_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d:2", "with space", "a:b:c"])
-def test_a_single_word_is_a_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
+def test_a_single_word_is_a_folder_whatever_its_name(name, tmp_path):
     config = parse(["--data_dir", name]).config
     assert to_flat(config)["data_dir"] == str(tmp_path / name)
     assert read_sources(config.data).folders == (tmp_path / name,)
     assert data_name(config) == name
 
 
-def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path: Path) -> None:
+def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path):
     found = recorded(
         *("--data_dir", "web:0.70", "../x:y/code:3e-1", "--data_weights_at", "900M:0,1", "1B:1,1"),
         *("--max_source_epochs", "4", "code:2.5"),
@@ -75,7 +74,7 @@ def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path: Path) -
     assert sources.max_epochs == (4, 2.5)
 
 
-def test_typing_what_a_run_has_is_no_change(tmp_path: Path) -> None:
+def test_typing_what_a_run_has_is_no_change(tmp_path):
     saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).config
     again = parse(
         ["--data_dir", "a:0.70", f"{tmp_path}/b:3e-1", "--data_weights_at", "1000k:1,2.0"]
@@ -84,7 +83,7 @@ def test_typing_what_a_run_has_is_no_change(tmp_path: Path) -> None:
     assert parse([]).over(saved) == saved
 
 
-def test_names_are_as_short_as_may_be() -> None:
+def test_names_are_as_short_as_may_be():
     def names(*folders: str) -> tuple[str, ...]:
         words = tuple(f"{folder}:1" for folder in folders)
         return read_sources(DataConfig(data_dir=words)).names
@@ -141,7 +140,7 @@ def test_names_are_as_short_as_may_be() -> None:
         ),
     }.values(),
 )
-def test_what_makes_no_sense_is_one_line(argv: list[str], parts: tuple[str, ...]) -> None:
+def test_what_makes_no_sense_is_one_line(argv, parts):
     found = problem(*argv)
     for part in parts:
         assert part in found
@@ -150,7 +149,7 @@ def test_what_makes_no_sense_is_one_line(argv: list[str], parts: tuple[str, ...]
 @pytest.mark.parametrize(
     "words", [("data_dir", "a:1", "b:1"), ("data_weights_at", "5:1,2"), ("max_source_epochs", "4")]
 )
-def test_fine_tuning_takes_no_mixture(words: tuple[str, ...]) -> None:
+def test_fine_tuning_takes_no_mixture(words):
     name, *values = words
     with pytest.raises(ConfigError, match=f"--{name} is for pretraining"):
         parse([f"--{name}", *values], "finetune")

@@ -49,20 +49,18 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "problem"), PROBLEMS)
-def test_a_setting_that_cannot_work_is_one_problem_with_its_value(
-    values: dict[str, Any], problem: str
-) -> None:
+def test_a_setting_that_cannot_work_is_one_problem_with_its_value(values, problem):
     (found,) = find_problems(override(Config(), values))
     assert found.startswith(problem)
 
 
-def test_the_defaults_and_every_preset_have_no_problem() -> None:
+def test_the_defaults_and_every_preset_have_no_problem():
     for name in PRESETS:
         assert find_problems(preset(name)) == []
     assert find_problems(Config()) == []
 
 
-def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
+def test_all_problems_come_in_one_message(tmp_path):
     argv = [
         "--n_head=5",
         "--seed=-1",
@@ -93,7 +91,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
 
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(st.fixed_dictionaries({}, optional=CHANGES))
-def test_flat_values_put_over_the_defaults_are_the_config_again(changes: dict[str, Any]) -> None:
+def test_flat_values_put_over_the_defaults_are_the_config_again(changes):
     config = override(Config(), changes)
     flat = to_flat(config)
     assert {name: flat[name] for name in changes} == changes
@@ -102,7 +100,7 @@ def test_flat_values_put_over_the_defaults_are_the_config_again(changes: dict[st
     assert all(flat[name] == untouched[name] for name in LEAVES if name not in changes)
 
 
-def test_paths_are_paths_in_the_config_and_text_in_the_flat_form() -> None:
+def test_paths_are_paths_in_the_config_and_text_in_the_flat_form():
     path_names = {name for name in LEAVES if is_path(name)}
     assert path_names == {"data_dir", "hellaswag_path", "checkpoint_dir"}
     config = override(Config(), {"hellaswag_path": "x"})
@@ -110,6 +108,6 @@ def test_paths_are_paths_in_the_config_and_text_in_the_flat_form() -> None:
     assert to_flat(config)["hellaswag_path"] == "x"
 
 
-def test_a_setting_of_another_version_is_rejected_by_name() -> None:
+def test_a_setting_of_another_version_is_rejected_by_name():
     with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
         override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})

@@ -38,7 +38,7 @@ def model() -> GPT:
 
 
 @pytest.fixture
-def strategy(runtime: Runtime) -> Strategy:
+def strategy(runtime) -> Strategy:
     return Strategy(runtime, SystemConfig(dtype="fp32"))
 
 
@@ -64,13 +64,13 @@ def open_windows(folder: Path, strategy: Strategy, runtime: Runtime) -> Measures
 
 
 @pytest.fixture
-def validation(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> MeasuresLoss:
+def validation(strategy, runtime, tmp_path) -> MeasuresLoss:
     folder = write_shards(tmp_path / "data", train=(99,), val=(900,))
     return open_windows(folder, strategy, runtime)
 
 
 @pytest.fixture
-def hellaswag(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> HellaSwag:
+def hellaswag(strategy, runtime, tmp_path) -> HellaSwag:
     return HellaSwag(
         load_questions(write_items(tmp_path / "items.jsonl", 40), GPT2),
         context_length=T,
@@ -80,9 +80,7 @@ def hellaswag(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> HellaSwag
 
 
 @pytest.mark.parametrize("name", ["validation", "hellaswag"])
-def test_logits_are_held_for_some_rows_at_a_time(
-    name: str, model: GPT, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_held_for_some_rows_at_a_time(name, model, request, monkeypatch):
     evaluation = request.getfixturevalue(name)
     found = {}
     for limit in (2**28, 2**23):
@@ -91,9 +89,7 @@ def test_logits_are_held_for_some_rows_at_a_time(
     assert found[2**23] < 3 * 2**23 < 10 * 2**23 < found[2**28]
 
 
-def test_a_validation_needs_less_than_a_step_of_its_batch(
-    model: GPT, strategy: Strategy, validation: MeasuresLoss, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_needs_less_than_a_step_of_its_batch(model, strategy, validation, monkeypatch):
     monkeypatch.setattr(gpt, "LOGITS_BYTES", 2**25, raising=False)
     ids = torch.zeros(B, T, dtype=torch.int64)
     batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)
@@ -104,7 +100,7 @@ def test_a_validation_needs_less_than_a_step_of_its_batch(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_each_loss_keeps_its_bits(dtype: str, model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_loss_keeps_its_bits(dtype, model, monkeypatch):
     """Whether its row of logits was computed among 512 or among 7."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(B, T, CONFIG.n_embd, generator=generator)
@@ -123,8 +119,8 @@ def test_each_loss_keeps_its_bits(dtype: str, model: GPT, monkeypatch: pytest.Mo
 
 
 def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
-    model: GPT, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, runtime, tmp_path, monkeypatch
+):
     """Up to rounding: compiled attention on a CPU is two matrix products."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     data = write_shards(tmp_path / "data", train=(99,), val=(900,))
@@ -142,7 +138,7 @@ def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
     np.testing.assert_allclose(*each, rtol=1e-6)
 
 
-def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations(runtime: Runtime) -> None:
+def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations(runtime):
     runtime.is_distributed = True
     cases = {
         ("cpu", "on", "ddp"): False,

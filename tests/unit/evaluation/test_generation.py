@@ -28,7 +28,7 @@ CONTEXT = 48
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with a Hugging Face GPT-2 `hf` of large random weights."""
     folder = tmp_path_factory.mktemp("sample")
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def model_of(folder: Path) -> GPT:
 
 
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [1, 11], [4, 4, 4]])
-def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts: list[int]) -> None:
+def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts):
     config = ModelConfig(n_layer=3, n_head=4, n_embd=32, context_length=12, vocab_size=VOCAB)
     model = build_model(config, seed=1, device=torch.device("cpu")).eval()
     with torch.no_grad():
@@ -83,9 +83,7 @@ def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bo
     return calls
 
 
-def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkeypatch):
     """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
     model, calls = model_of(folder), attention_calls(monkeypatch)
     drawn = draw(
@@ -108,13 +106,13 @@ def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_a_single_query_without_a_mask_sees_all_keys() -> None:
+def test_a_single_query_without_a_mask_sees_all_keys():
     q, k, v = (torch.randn(2, 4, length, 8) for length in (1, 9, 9))
     everything = torch.ones(1, 1, 1, 9, dtype=torch.bool)
     torch.testing.assert_close(attend(q, k, v, None, 0.0), attend(q, k, v, everything, 0.0))
 
 
-def test_greedy_text_is_what_transformers_generates(folder: Path) -> None:
+def test_greedy_text_is_what_transformers_generates(folder):
     theirs = GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
     greedy = completer(folder, temperature=0.0, max_new_tokens=30)
     texts = set()
@@ -128,7 +126,7 @@ def test_greedy_text_is_what_transformers_generates(folder: Path) -> None:
     assert len(texts) == 4, "the claim needs a model that listens to its prompt"
 
 
-def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder: Path) -> None:
+def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     """From a full context on, the ids are those of a text that begins with its newer half."""
     model = model_of(folder)
 
@@ -153,7 +151,7 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder: Path) -> 
 # -- draws -------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_depends_on_its_seed_and_place_alone(folder: Path) -> None:
+def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     prompt = completer(folder).encode("The ")
     three = completer(folder).complete(prompt, num_samples=3)
     assert [found.text for found in three[:2]] == [
@@ -180,7 +178,7 @@ def shares(**settings: Any) -> list[float]:
     return [drawn.count(id) / 4000 for id in (1, 3, 0, 2)]
 
 
-def test_draws_have_the_probabilities_that_were_asked_for() -> None:
+def test_draws_have_the_probabilities_that_were_asked_for():
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert shares(top_p=0.5) == [1, 0, 0, 0]
@@ -190,7 +188,7 @@ def test_draws_have_the_probabilities_that_were_asked_for() -> None:
     assert shares(temperature=0) == [1, 0, 0, 0]
 
 
-def test_a_text_that_ended_does_not_end_the_others(folder: Path, monkeypatch: Any) -> None:
+def test_a_text_that_ended_does_not_end_the_others(folder, monkeypatch):
     model, calls = model_of(folder), []
 
     def certain(hidden: torch.Tensor) -> torch.Tensor:
@@ -206,7 +204,7 @@ def test_a_text_that_ended_does_not_end_the_others(folder: Path, monkeypatch: An
     assert found == [[17, 18], [50256, 18], [50256, 18], [50256, 50256]]
 
 
-def test_the_benchmark_times_both_ways() -> None:
+def test_the_benchmark_times_both_ways():
     found = compare_with_rerun(
         model_name="gpt2-nano", tokens=64, rounds=2, device="cpu", dtype="fp32"
     )
@@ -217,9 +215,7 @@ def test_the_benchmark_times_both_ways() -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_prompt_and_text_and_the_speed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_prompt_and_text_and_the_speed(folder, monkeypatch):
     argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
     expected = completer(folder, max_new_tokens=5, seed=1337)
     found = expected.complete(expected.encode("The "), num_samples=2)
@@ -234,7 +230,7 @@ def test_the_command_prints_prompt_and_text_and_the_speed(
     assert expected.describe_speed().endswith("beyond 48 tokens dropped their oldest half")
 
 
-def test_interactive_continues_line_by_line_and_survives_a_long_one(folder: Path) -> None:
+def test_interactive_continues_line_by_line_and_survives_a_long_one(folder):
     lines = f"The\n{'word ' * 99}\nA\n\nnever read\n"
     argv = ("hf", "--interactive", "--max_new_tokens=4", "--temperature=0", "--device=cpu")
     greedy = completer(folder, max_new_tokens=4, temperature=0.0)
@@ -244,7 +240,7 @@ def test_interactive_continues_line_by_line_and_survives_a_long_one(folder: Path
     assert ask("sample.py", *argv, folder=folder, stdin=lines) == "".join(expected)
 
 
-def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path) -> None:
+def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
     in_one = "naïve\u2028你好\f"  # no end of a line to an editor
     (tmp_path / "in.txt").write_text(f"The\n\n{in_one}\n", encoding="utf-8-sig")
     out = tmp_path / "out.jsonl"
@@ -292,9 +288,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
         ),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(
-    argv: list[str], problem: str, folder: Path
-) -> None:
+def test_bad_input_is_one_line_and_writes_nothing(argv, problem, folder):
     (folder / "long.txt").write_text("fine\n" + "word " * 99 + "\n")
     (folder / "ok.txt").write_text("fine\n")
     (folder / "empty.txt").write_text("")
@@ -305,9 +299,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_vocabulary_that_is_not_gpt2s_is_rejected(
-    folder: Path, tmp_path: Path, tiny_flags: list[str]
-) -> None:
+def test_a_vocabulary_that_is_not_gpt2s_is_rejected(folder, tmp_path, tiny_flags):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     code, line = ask("sample.py", "tiny", "--prompt=x", folder=tmp_path)
     assert (code, "below GPT-2's 50257" in line) == (2, True)
@@ -320,7 +312,7 @@ def padded_model() -> GPT:
     return build_model(config, seed=1, device=torch.device("cpu")).eval()
 
 
-def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_model) -> None:
+def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_model):
     texts = []
     for global_seed, seed, training in ((1, 7, True), (2, 7, False), (2, 8, True)):
         torch.manual_seed(global_seed)
@@ -344,7 +336,7 @@ def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) 
     ]
 
 
-def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch) -> None:
+def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch):
     plain = padded_model.head
 
     def high_on_padding(hidden: torch.Tensor) -> torch.Tensor:
@@ -358,7 +350,7 @@ def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, mon
     assert max(ids) < 50257
 
 
-def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
+def test_sampling_draws_from_its_own_generator_alone(padded_model):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     texts = [continued(padded_model, [5], seed=n, max_new_tokens=8) for n in (0, 0, 1)]
@@ -368,8 +360,8 @@ def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
-    padded_model, temperature: float
-) -> None:
+    padded_model, temperature
+):
     prompts = [[5], [7, 8, 9], [3, 4]]
     style = {"max_new_tokens": 4, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     generators = [torch.Generator().manual_seed(number) for number in range(3)]
@@ -380,7 +372,7 @@ def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
     ]
 
 
-def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch) -> None:
+def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch):
     lengths = []
     extend = padded_model.extend
 

@@ -69,9 +69,7 @@ def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
     return total
 
 
-def test_one_text_alone_gives_its_metrics_and_leaves_out_the_other(
-    model: GPT, tmp_path: Path
-) -> None:
+def test_one_text_alone_gives_its_metrics_and_leaves_out_the_other(model, tmp_path):
     path = write_items(tmp_path / "items.jsonl")
     both = summarize(measure(model, path))
     harness = summarize(measure(model, path, metrics="harness"))
@@ -82,7 +80,7 @@ def test_one_text_alone_gives_its_metrics_and_leaves_out_the_other(
     assert tutorial == dict.fromkeys(both) | {"n": 12} | lineage
 
 
-def test_accuracies_equal_brute_force(model: GPT, tmp_path: Path) -> None:
+def test_accuracies_equal_brute_force(model, tmp_path):
     path = write_items(tmp_path / "items.jsonl")
     encode = gpt2_encoding().encode_ordinary
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_token_norm": []}
@@ -104,9 +102,7 @@ def test_accuracies_equal_brute_force(model: GPT, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_any_number_of_processes_gives_the_same_bits(
-    world: int, model: GPT, tmp_path: Path
-) -> None:
+def test_any_number_of_processes_gives_the_same_bits(world, model, tmp_path):
     """The processes' shares, taken one after another: batches are dealt, never cut anew."""
     path = write_items(tmp_path / "items.jsonl")
     whole = measure(model, path, batch_tokens=100)
@@ -128,9 +124,7 @@ def test_any_number_of_processes_gives_the_same_bits(
         np.testing.assert_array_equal(together.per_unit[name], whole.per_unit[name])
 
 
-def test_any_batch_size_picks_the_same_and_scores_within_rounding(
-    model: GPT, tmp_path: Path
-) -> None:
+def test_any_batch_size_picks_the_same_and_scores_within_rounding(model, tmp_path):
     path = write_items(tmp_path / "items.jsonl", count=30)
     one_by_one = measure(model, path, batch_tokens=1)
     for batch_tokens in (150, BATCH_TOKENS["cpu"], 10**9):
@@ -143,7 +137,7 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(
             np.testing.assert_array_equal(other.per_unit[name], right)
 
 
-def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
+def test_batches_hold_each_row_once_and_do_not_waste(tmp_path):
     pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences(
         "harness"
     )
@@ -156,7 +150,7 @@ def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
     assert all(len(batch[-1]) >= 0.85 * len(batch[0]) for batch in batches)
 
 
-def test_the_subset_is_the_same_every_time(tmp_path: Path) -> None:
+def test_the_subset_is_the_same_every_time(tmp_path):
     questions = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2)
     subset = questions.subset(10)
     assert len(subset) == 10
@@ -171,7 +165,7 @@ def test_the_subset_is_the_same_every_time(tmp_path: Path) -> None:
         assert [questions.labels[i] for i in places] == list(subset.labels)
 
 
-def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
+def test_a_long_context_is_cut_on_the_left(model, tmp_path):
     """Only the last words count: one word more at the front changes nothing."""
     row = json.loads(write_items(tmp_path / "items.jsonl", 1).read_text())
     sums = []
@@ -185,7 +179,7 @@ def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
     assert np.isfinite(sums[0]).all()
 
 
-def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_path: Path) -> None:
+def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_path):
     config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=64)
     broken = build_model(config, seed=3, device=torch.device("cpu"))
     with torch.no_grad():
@@ -194,7 +188,7 @@ def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_pat
         measure(broken, write_items(tmp_path / "items.jsonl"))
 
 
-def test_an_evaluation_asked_to_stop_has_no_result(model: GPT, tmp_path: Path) -> None:
+def test_an_evaluation_asked_to_stop_has_no_result(model, tmp_path):
     runtime = on_cpu()
     strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
     scorer = HellaSwag(

@@ -64,7 +64,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(kind, tmp_path):
     line, problem = BAD_LINES[kind]
     path = tmp_path / "items.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + line + b"\n")
@@ -72,7 +72,7 @@ def test_a_bad_line_is_named(kind: str, tmp_path: Path) -> None:
         read_items(path)
 
 
-def test_no_items_and_no_file_are_named(tmp_path: Path) -> None:
+def test_no_items_and_no_file_are_named(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     with pytest.raises(DataError, match=r"empty.jsonl: no HellaSwag items"):
         read_items(tmp_path / "empty.jsonl")
@@ -80,7 +80,7 @@ def test_no_items_and_no_file_are_named(tmp_path: Path) -> None:
         read_items(tmp_path / "gone.jsonl")
 
 
-def test_labels_may_be_text_and_line_separators_may_stand_in_texts(tmp_path: Path) -> None:
+def test_labels_may_be_text_and_line_separators_may_stand_in_texts(tmp_path):
     path = tmp_path / "items.jsonl"
     row = json.dumps(GOOD | {"label": "2", "ctx": "one\u2028two"}, ensure_ascii=False)
     path.write_text(row + "\n", encoding="utf-8")
@@ -88,7 +88,7 @@ def test_labels_may_be_text_and_line_separators_may_stand_in_texts(tmp_path: Pat
     assert (item.label, item.context) == (2, "one\u2028two")
 
 
-def test_the_two_texts_of_an_item() -> None:
+def test_the_two_texts_of_an_item():
     """Written out by hand: brackets, titles, capitals, and the space that a removed bracket leaves."""
     endings = ("[step] Stir [it] well.", "a", "b  c", "d [title] e")
     item = Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
@@ -106,7 +106,7 @@ def test_the_two_texts_of_an_item() -> None:
 
 
 @pytest.fixture
-def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def no_tokenizing(monkeypatch) -> pytest.MonkeyPatch:
     def reject(*_: Any) -> None:
         raise AssertionError("tokenized again")
 
@@ -118,7 +118,7 @@ def equal(a: Questions, b: Questions) -> bool:
     return a.fingerprint == b.fingerprint and np.array_equal(a.ending_chars, b.ending_chars)
 
 
-def test_items_are_tokenized_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_items_are_tokenized_once(tmp_path, request):
     path = write_items(tmp_path / "items.jsonl")
     first = load_questions(path, GPT2)
     assert (tmp_path / ".items.jsonl.tokens").exists()
@@ -129,7 +129,7 @@ def test_items_are_tokenized_once(tmp_path: Path, request: pytest.FixtureRequest
         load_questions(path, GPT2)
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_made_anew(tmp_path):
     path, cache = write_items(tmp_path / "items.jsonl"), tmp_path / ".items.jsonl.tokens"
     first = load_questions(path, GPT2)
     whole = cache.read_bytes()
@@ -140,9 +140,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
         assert cache.read_bytes() == whole
 
 
-def test_where_nothing_can_be_written_it_works_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_written_it_works_all_the_same(tmp_path, monkeypatch):
     path = write_items(tmp_path / "items.jsonl")
     (tmp_path / ".items.jsonl.tokens").mkdir()  # in the way of the file
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -159,7 +157,7 @@ def test_where_nothing_can_be_written_it_works_all_the_same(
 # -- the download ------------------------------------------------------------------------------------------------
 
 
-def test_a_download_is_kept_only_whole(tmp_path: Path) -> None:
+def test_a_download_is_kept_only_whole(tmp_path):
     source = write_items(tmp_path / "source.jsonl")
     content = source.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
@@ -177,7 +175,7 @@ def test_a_download_is_kept_only_whole(tmp_path: Path) -> None:
     assert fetch_hellaswag(target, url=source.as_uri(), sha256=sha256) == target
 
 
-def test_a_source_that_is_not_there_or_silent_does_not_hold_up_a_start(tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_or_silent_does_not_hold_up_a_start(tmp_path):
     with pytest.raises(DataError, match="cannot be downloaded"):
         fetch_hellaswag(tmp_path / "x.jsonl", url=(tmp_path / "gone").as_uri())
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
@@ -190,7 +188,7 @@ def test_a_source_that_is_not_there_or_silent_does_not_hold_up_a_start(tmp_path:
             server.accept()
 
 
-def test_a_source_that_breaks_off_is_rejected(tmp_path: Path) -> None:
+def test_a_source_that_breaks_off_is_rejected(tmp_path):
     def answer(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection:
@@ -209,7 +207,7 @@ def test_a_source_that_breaks_off_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def flags(tiny_flags: list[str]) -> list[str]:
+def flags(tiny_flags) -> list[str]:
     return [flag for flag in tiny_flags if not flag.startswith("--vocab_size")]
 
 
@@ -217,9 +215,7 @@ def started(flags: list[str]) -> starts.Start:
     return with_hellaswag(resolve(parse(flags), world_size=1, set_aside=False))
 
 
-def test_nobody_asks_nothing_is_fetched(
-    flags: list[str], tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_asks_nothing_is_fetched(flags, tiny_flags, monkeypatch):
     def reject() -> None:
         raise AssertionError("went to the network")
 
@@ -232,9 +228,7 @@ def test_nobody_asks_nothing_is_fetched(
     assert planned.hellaswag == "fetch", "a plan alone fetches nothing"
 
 
-def test_offline_is_one_line_and_training_goes_on(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_is_one_line_and_training_goes_on(flags, monkeypatch):
     def offline() -> Path:
         raise DataError("https://...: cannot be downloaded (no network)")
 
@@ -245,9 +239,7 @@ def test_offline_is_one_line_and_training_goes_on(
     assert line == "HellaSwag is not evaluated: https://...: cannot be downloaded (no network)"
 
 
-def test_what_was_fetched_is_kept_in_the_settings(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_fetched_is_kept_in_the_settings(flags, tmp_path, monkeypatch):
     """So that a resume evaluates too, though nothing is typed there."""
     path = write_items(tmp_path / "items.jsonl")
     monkeypatch.setattr(starts, "fetch_hellaswag", lambda: path)
@@ -255,9 +247,7 @@ def test_what_was_fetched_is_kept_in_the_settings(
     assert (start.hellaswag, start.config.eval.hellaswag_path) == ("on", path)
 
 
-def test_a_resume_whose_file_is_gone_can_go_on_without(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_whose_file_is_gone_can_go_on_without(flags, tmp_path, monkeypatch):
     path = write_items(tmp_path / "items.jsonl")
     flags = [*flags, "--max_steps=2", "--stop_after_steps=1", "--sample_tokens=1"]
     pretrain(parse([*flags, f"--hellaswag_path={path}", "--hellaswag_freq=2"]))
@@ -269,9 +259,7 @@ def test_a_resume_whose_file_is_gone_can_go_on_without(
     assert started([*resume, "--hellaswag_path=None"]).hellaswag == "off"
 
 
-def test_a_bad_file_is_rejected_before_anything_is_written(
-    flags: list[str], tmp_path: Path
-) -> None:
+def test_a_bad_file_is_rejected_before_anything_is_written(flags, tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text("{}\n")
     with pytest.raises(DataError, match=r"items.jsonl line 1"):

@@ -66,7 +66,7 @@ def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int
 
 
 @pytest.mark.parametrize("name", ["hellaswag_lm_eval.json", "hellaswag_lm_eval_short.json"])
-def test_every_score_and_decision_equals_the_harness(name: str, tmp_path: Path) -> None:
+def test_every_score_and_decision_equals_the_harness(name, tmp_path):
     """In the short one the model's context holds 24 tokens, so that most items are cut on the left."""
     answer = json.loads((GOLDEN / name).read_text())
     items = tmp_path / "items.jsonl"

@@ -12,7 +12,7 @@ from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 
 
-def test_equal_units_have_the_error_of_a_mean() -> None:
+def test_equal_units_have_the_error_of_a_mean():
     values = np.array([1.0, 4.0, 2.0, 9.0])
     found = estimate_mean(values)
     assert found.mean == 4.0
@@ -20,7 +20,7 @@ def test_equal_units_have_the_error_of_a_mean() -> None:
     assert found.effective_n == 4
 
 
-def test_a_heavy_unit_counts_as_what_it_is() -> None:
+def test_a_heavy_unit_counts_as_what_it_is():
     found = estimate_mean(np.array([1.0, 3.0, 3.0]), np.array([2, 1, 1]))
     assert found.mean == 2.0
     # Without each unit the mean is 3, 5/3 and 5/3.
@@ -28,11 +28,11 @@ def test_a_heavy_unit_counts_as_what_it_is() -> None:
     assert found.effective_n == pytest.approx(16 / 6)
 
 
-def test_one_unit_has_no_error() -> None:
+def test_one_unit_has_no_error():
     assert estimate_mean(np.array([3.0]), np.array([7])).se is None
 
 
-def test_sources_of_a_mixture_are_strata() -> None:
+def test_sources_of_a_mixture_are_strata():
     """By hand, and 95 % intervals by Student's t over 2000 mixtures of a small and a large source that lie apart."""
     values = np.array([1.0, 2.0, 3.0, 11.0, 15.0])
     weights = np.array([0.25, 0.25, 0.25, 0.125, 0.125])
@@ -56,7 +56,7 @@ def test_sources_of_a_mixture_are_strata() -> None:
     assert inside / 2000 == pytest.approx(0.95, abs=0.015)
 
 
-def test_units_are_divided_by_the_weights_of_their_sources() -> None:
+def test_units_are_divided_by_the_weights_of_their_sources():
     rng = np.random.default_rng(2)
     counts, of_sources = (1, 700, 3), (0.1, 0.6, 0.3)
     tokens = [rng.integers(1, 10**6, count) for count in counts]
@@ -77,7 +77,7 @@ def documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("count", [12, 40, 150])
-def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count: int) -> None:
+def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count):
     rng = np.random.default_rng(count)
     inside = []
     for _ in range(4000):

@@ -29,7 +29,7 @@ from tiny import CONTEXT, VOCAB, flags_of, parse, pretrain, write_items, write_s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with the runs `big` (GPT-2's vocabulary, padded) and `small` (256 ids); treat as read-only."""
     folder = tmp_path_factory.mktemp("export")
     write_shards(folder / "data", train=(2000,), val=(650,))
@@ -57,9 +57,7 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(folder, tmp_path):
     out = tmp_path / "deep" / "big"
     answer = ask("export_hf.py", "big", f"--out={out}", "--json", folder=folder)
     assert answer["out"] == str(out)
@@ -80,9 +78,7 @@ def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(
     }
 
 
-def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(folder, tmp_path):
     ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     with safetensors.safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -94,9 +90,7 @@ def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
     assert [config[name] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0, 0, 0]
 
 
-def test_transformers_generates_from_it_by_the_names_that_people_use(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_transformers_generates_from_it_by_the_names_that_people_use(folder, tmp_path):
     works_with("transformers", version("transformers"), "exports load, tokenize and generate")
     ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
@@ -110,7 +104,7 @@ def test_transformers_generates_from_it_by_the_names_that_people_use(
     assert tokenizer.model_max_length == CONTEXT
 
 
-def test_bfloat16_is_checked_against_the_rounded_weights(folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_is_checked_against_the_rounded_weights(folder, tmp_path):
     out = tmp_path / "half"
     answer = ask("export_hf.py", "big", f"--out={out}", "--dtype=bfloat16", "--json", folder=folder)
     assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
@@ -121,9 +115,7 @@ def test_bfloat16_is_checked_against_the_rounded_weights(folder: Path, tmp_path:
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(folder, tmp_path):
     out = tmp_path / "small"
     answer = ask("export_hf.py", "small", f"--out={out}", "--json", folder=folder)
     assert listing(out) == {"config.json", "model.safetensors", "README.md"}
@@ -133,7 +125,7 @@ def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(
     assert "none: vocab_size 256 is below GPT-2's 50257" in (out / "README.md").read_text()
 
 
-def test_a_checkpoint_and_an_export_can_be_exported(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_and_an_export_can_be_exported(folder, tmp_path):
     first = tmp_path / "first"
     ask("export_hf.py", "runs/big/step_00000002", f"--out={first}", folder=folder)
     ask("export_hf.py", str(first), f"--out={tmp_path / 'second'}", folder=folder)
@@ -142,7 +134,7 @@ def test_a_checkpoint_and_an_export_can_be_exported(folder: Path, tmp_path: Path
     assert "step 2 of the run `big`" in (first / "README.md").read_text()
 
 
-def test_the_model_card_tells_the_runs_numbers(folder: Path, tmp_path: Path) -> None:
+def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):
     ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     card = (tmp_path / "x" / "README.md").read_text()
     loss, scores = (events(folder / "runs" / "big", kind)[-1] for kind in ("eval", "hellaswag"))
@@ -160,8 +152,8 @@ def test_the_model_card_tells_the_runs_numbers(folder: Path, tmp_path: Path) -> 
 
 
 def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """Wrong heads change no shape: only the logits tell."""
     right = hf_config.write_hf_config
 
@@ -177,9 +169,7 @@ def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_input_is_one_line_and_writes_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, monkeypatch):
     out = tmp_path / "x"
     before = listing(folder)
     assert ask("export_hf.py", "no/such/run", f"--out={out}", folder=folder)[0] == 2
@@ -203,9 +193,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}
 
 
-def test_pushing_needs_a_login_before_and_uploads_the_checked_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pushing_needs_a_login_before_and_uploads_the_checked_folder(folder, tmp_path, monkeypatch):
     uploaded = []
 
     class Hub:

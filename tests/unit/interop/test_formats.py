@@ -48,7 +48,7 @@ from whole_run import Run
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_windows_are_the_ids_that_were_written(tmp_path: Path, name: str) -> None:
+def test_windows_are_the_ids_that_were_written(tmp_path, name):
     write, layout, dtype = FORMATS[name]
     splits = made_splits("after" if name == "datatrove ids alone" else "before")
     wanted = write(tmp_path, splits)
@@ -82,9 +82,7 @@ def test_windows_are_the_ids_that_were_written(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith(("datatrove", "Meg"))])
 @pytest.mark.parametrize("place", ["before", "after", "none"])
-def test_an_index_tells_where_the_end_of_text_stands(
-    tmp_path: Path, name: str, place: Place
-) -> None:
+def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
     """Where no id stands between documents, the index itself gives them."""
     if name == "datatrove ids alone":
         return
@@ -117,7 +115,7 @@ def test_an_index_tells_where_the_end_of_text_stands(
     reader.close()
 
 
-def test_ids_beyond_65535_are_read_whole(tmp_path: Path) -> None:
+def test_ids_beyond_65535_are_read_whole(tmp_path):
     made = documents(40, 1, largest=128_256, place="none")
     write_llmc(tmp_path / "a_train.bin", made, magic=20240801, version=7)
     write_llmc(tmp_path / "a_val.bin", made[:9], magic=20240801, version=7)
@@ -297,7 +295,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path, case):
     name, spoil, message = CASES[case]
     folder = tmp_path / "d"
     folder.mkdir()
@@ -311,7 +309,7 @@ def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, cas
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path: Path, name: str) -> None:
+def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path, name):
     place: Place = "after" if name == "datatrove ids alone" else "before"
     made = {"train": [documents(8, 1, place=place)], "val": [documents(6, 2, place=place)]}
     wanted = FORMATS[name][0](tmp_path, made)
@@ -387,7 +385,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WANTED)
-def test_what_is_said_of_files_must_fit_them(tmp_path: Path, case: str) -> None:
+def test_what_is_said_of_files_must_fit_them(tmp_path, case):
     name, changes, message = WANTED[case]
     wanted = FORMATS[name][0](tmp_path, made_splits())
     with pytest.raises((DataError, ConfigError), match=message):
@@ -395,7 +393,7 @@ def test_what_is_said_of_files_must_fit_them(tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "shards.json").exists()
 
 
-def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path):
     mixed = documents(20, 1, place="after") + documents(20, 2, place="none")
     write_datatrove(tmp_path / "train.ds", mixed)
     write_datatrove(tmp_path / "val.ds", mixed[:9])
@@ -405,7 +403,7 @@ def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path: Path) ->
     assert measure(tmp_path)["train"].lengths.tolist() == [len(document) for document in mixed]
 
 
-def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path: Path) -> None:
+def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path):
     made = [[[7, *d] for d in documents(n, n, place="none")] for n in (20, 9)]
     for split, part in zip(("train", "val"), made, strict=True):
         write_llmc(tmp_path / f"{split}.bin", part, magic=20240801, version=7)
@@ -417,7 +415,7 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path: Path) -> None
     assert len(measure(tmp_path)["val"].lengths) == sevens
 
 
-def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> None:
+def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):
     """Ids below 16 at every second place are no proof: whoever knows better says so."""
     for split in ("train", "val"):
         ids = [[1000, 3] * 200]
@@ -432,7 +430,7 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> No
         open_data(tmp_path, vocab_size=50304)
 
 
-def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Path) -> None:
+def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
     """Runs over such folders find their data again by the fingerprint."""
     folder = tmp_path / "edu"
     folder.mkdir()
@@ -460,7 +458,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
     assert recorded == hashlib.sha256(body.encode()).hexdigest()
 
 
-def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_imported_says_how(tmp_path):
     llmc_shards(tmp_path, made_splits())
     with pytest.raises(DataError, match=r"no train shards .*data import"):
         open_data(tmp_path, vocab_size=50304)
@@ -479,7 +477,7 @@ def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)}))
 
 
-def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Path) -> None:
+def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path):
     source, out = tmp_path / "mounted", tmp_path / "deep" / "mine"
     source.mkdir()
     llmc_shards(source, made_splits())
@@ -504,7 +502,7 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
         import_folder(source.with_name("moved"), out=tmp_path)
 
 
-def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -> None:
+def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path):
     llmc_shards(tmp_path, made_splits())
     import_folder(tmp_path, ImportOptions(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
@@ -517,7 +515,7 @@ def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "Megatron", "nanoGPT"])
-def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_changed_since_is_named(tmp_path, name):
     import_folder(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
     path = open_data(tmp_path, vocab_size=50304).splits["val"][0].path
     whole = path.read_bytes()
@@ -536,7 +534,7 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
         open_data(tmp_path, vocab_size=50304)
 
 
-def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -> None:
+def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path):
     import_folder(tmp_path, datatrove_files(tmp_path, made_splits("none")))
     index = tmp_path / "0_shuffled.ds.index"
     patch(index.name, 0, b"\1")(tmp_path)
@@ -552,7 +550,7 @@ def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io")
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "nanoGPT"])
-def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
+def test_every_byte_is_read_once(tmp_path, name):
     FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
     wanted = ImportOptions(val_files=("0_*.ds",)) if name == "datatrove" else ImportOptions()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -566,7 +564,7 @@ def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llm.c", "Megatron"])
-def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: str) -> None:
+def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     ids = {"train": [make_tokens(1003, 1), make_tokens(777, 2)], "val": [make_tokens(650, 3)]}
     folders = {kind: tmp_path / kind for kind in ("npy", "foreign")}
     for folder in folders.values():
@@ -602,7 +600,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
     assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
 
 
-def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
+def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path):
     for split, size in (("train", 1003), ("val", 400)):
         ids = make_tokens(size, size).tolist()
         write_llmc(tmp_path / f"{split}.bin", [ids], magic=20240801, version=7)
@@ -617,7 +615,7 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_how_it_took_the_files(tmp_path: Path) -> None:
+def test_the_command_says_how_it_took_the_files(tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
     datatrove_files(folder, made_splits("after"))

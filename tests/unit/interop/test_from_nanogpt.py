@@ -105,7 +105,7 @@ def checkpoint(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path) -> Path:
     """Return a folder with nanoGPT's data of characters, imported, and its ckpt.pt."""
     ids = {one: id for id, one in enumerate(LETTERS)}
     data = tmp_path / "letters"
@@ -129,7 +129,7 @@ def read_config(place: Path) -> dict[str, Any]:
     return json.loads((place / "runs" / "r" / "config.json").read_text())
 
 
-def test_the_run_has_nanogpts_settings_and_goes_on_with_its_rates(place: Path) -> None:
+def test_the_run_has_nanogpts_settings_and_goes_on_with_its_rates(place):
     done = take(place, "--sample_prompt=First", "--sample_tokens=5", "--hellaswag_path=None")
     assert done.returncode == 0, done.stderr
     table = " ".join(done.stdout.split())
@@ -161,7 +161,7 @@ def test_the_run_has_nanogpts_settings_and_goes_on_with_its_rates(place: Path) -
     assert launch.events(run, "sample")[-1]["text"].startswith("First")
 
 
-def test_characters_are_sampled_and_talked_to(place: Path) -> None:
+def test_characters_are_sampled_and_talked_to(place):
     """The end of text, which nanoGPT has no row for, may begin a text, and is never drawn."""
     assert take(place).returncode == 0
     runs = f"--checkpoint_dir={place / 'runs'}"
@@ -177,7 +177,7 @@ def test_characters_are_sampled_and_talked_to(place: Path) -> None:
     assert {*done.stdout} <= {*TEXT}
 
 
-def test_the_imported_weights_compute_nanogpts_loss(place: Path) -> None:
+def test_the_imported_weights_compute_nanogpts_loss(place):
     """The validation loss, computed again from the file alone: no padding row, no end of text in the softmax."""
     from torch.nn import functional as F
 
@@ -208,7 +208,7 @@ def test_the_imported_weights_compute_nanogpts_loss(place: Path) -> None:
     assert event["val_loss"] == pytest.approx(loss, abs=1e-5)  # tanh in place of the exact GELU
 
 
-def test_everything_that_is_wrong_is_said_at_once(place: Path) -> None:
+def test_everything_that_is_wrong_is_said_at_once(place):
     words = ("--optimizer=muon", "--n_layer=3", "--n_head=4")
     for data, more in (
         (False, "--data_dir is missing: the folder data/letters"),
@@ -236,7 +236,7 @@ def test_everything_that_is_wrong_is_said_at_once(place: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"# A readme\n", b"", b"PK\x03\x04 no archive", b"\x80\x02."])
-def test_what_is_no_checkpoint_is_not_to_be_trusted(place: Path, content: bytes) -> None:
+def test_what_is_no_checkpoint_is_not_to_be_trusted(place, content):
     (place / "ckpt.pt").write_bytes(content)
     done = take(place)
     assert done.returncode == 2
@@ -244,7 +244,7 @@ def test_what_is_no_checkpoint_is_not_to_be_trusted(place: Path, content: bytes)
     assert "--trust" not in done.stderr
 
 
-def test_what_is_typed_wins(place: Path) -> None:
+def test_what_is_typed_wins(place):
     done = take(place, "--max_lr=0.02", "--max_tokens=4800", "--total_batch_size=24")
     assert done.returncode == 0, done.stderr
     config = read_config(place)
@@ -256,7 +256,7 @@ def test_what_is_typed_wins(place: Path) -> None:
     assert "the schedules differ" in done.stdout
 
 
-def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place: Path) -> None:
+def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place):
     file = place / "a.toml"
     file.write_text("max_lr = 0.02\neval_freq = 5\nmax_tokens = 4800\n")
     done = take(place, f"--config={file}", "--eval_freq=4")
@@ -270,7 +270,7 @@ def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place: Pa
     assert "max_tokens 4800 as in the file of --config" in table
 
 
-def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place: Path) -> None:
+def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place):
     assert take(place, "--log_freq=7").returncode == 0
     again = take(place, f"--config={place / 'runs' / 'r' / 'config.json'}", "--run_name=b")
     assert again.returncode == 0, again.stderr
@@ -279,7 +279,7 @@ def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place:
     assert config == read_config(place) | {"run_name": "b"} | chosen
 
 
-def test_a_run_that_only_warms_up_goes_on_with_its_rates(place: Path) -> None:
+def test_a_run_that_only_warms_up_goes_on_with_its_rates(place):
     longer = {"warmup_iters": 100}
     torch.save(checkpoint(**longer), place / "ckpt.pt")
     done = take(place)
@@ -292,9 +292,7 @@ def test_a_run_that_only_warms_up_goes_on_with_its_rates(place: Path) -> None:
     assert (config["warmup_steps"], config["max_steps"]) == (10, 10)
 
 
-def test_a_precision_that_this_machine_lacks_is_said(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_precision_that_this_machine_lacks_is_said(place, monkeypatch):
     """Whether the test's own machine has bf16 or not."""
     monkeypatch.setattr("gpt2lab.distributed.runtime.native_bf16", lambda device: False)
     torch.save(checkpoint(device="cuda"), place / "ckpt.pt")
@@ -314,9 +312,7 @@ def test_a_precision_that_this_machine_lacks_is_said(
     extra=st.integers(-5, 30),
     done=st.integers(0, 80),
 )
-def test_the_schedule_is_nanogpts(
-    decays: bool, warmup: int, span: int, extra: int, done: int
-) -> None:
+def test_the_schedule_is_nanogpts(decays, warmup, span, extra, done):
     """Every rate from the imported step on, until ours or nanoGPT's run ends."""
     decay = max(0, warmup + span)
     if decay == warmup:
@@ -337,12 +333,12 @@ def test_the_schedule_is_nanogpts(
         assert steps >= config["max_iters"] + 1, "it does not end before nanoGPT's"
 
 
-def test_settings_are_read_only_where_all_that_they_need_is_there() -> None:
+def test_settings_are_read_only_where_all_that_they_need_is_there():
     found = entries_of({"batch_size": 4, "learning_rate": 1e-3}, block_size=8, done=0)
     assert [entry.settings for entry in found] == [{"mini_batch_size": 4}]
 
 
-def test_a_precision_with_loss_scaling_is_not_taken() -> None:
+def test_a_precision_with_loss_scaling_is_not_taken():
     for device, dtype, ours in (
         ("cuda", "float16", "auto"),
         ("cuda", "bfloat16", "auto"),
@@ -356,7 +352,7 @@ def test_a_precision_with_loss_scaling_is_not_taken() -> None:
         assert bool(found[0].why) == (dtype == "float16" and device == "cuda")
 
 
-def test_the_commands_parse_what_is_taken() -> None:
+def test_the_commands_parse_what_is_taken():
     values: dict[str, Any] = {}
     for entry in entries_of(CONFIG, block_size=BLOCK, done=0):
         values |= entry.settings

@@ -67,7 +67,7 @@ def train(folder: Path, name: str, tokenizer: Tokenizer, *more: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with the run `bpe` of GPT-2's shape and a learned tokenizer; treat as read-only."""
     folder = tmp_path_factory.mktemp("gguf")
     train(folder, "bpe", train_bpe(TEXT, 300))
@@ -83,9 +83,7 @@ def parameters(folder: Path, name: str) -> dict[str, np.ndarray]:
     ("dtype", "kind", "step"),
     [("float32", "F32", 0), ("float16", "F16", 2**-11), ("q8_0", "Q8_0", 1 / 254)],
 )
-def test_ggufs_reader_finds_every_value_and_the_tokenizer(
-    folder: Path, tmp_path: Path, dtype: str, kind: str, step: float
-) -> None:
+def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtype, kind, step):
     works_with("gguf", version("gguf"), "every value and the tokenizer read back")
     out = tmp_path / "deep" / "x.gguf"
     words = ("bpe", f"--out={out}", "--format=gguf", f"--dtype={dtype}", "--json")
@@ -191,14 +189,12 @@ def of(tokenizer: Tokenizer) -> ModelConfig:
         ),
     ],
 )
-def test_what_llama_cpp_cannot_compute_has_a_reason(
-    shape: ModelConfig, tokenizer: Tokenizer | None, reason: str | None
-) -> None:
+def test_what_llama_cpp_cannot_compute_has_a_reason(shape, tokenizer, reason):
     found = gguf_file._why_not(shape, tokenizer, "float16")
     assert found is None if reason is None else reason in str(found)
 
 
-def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path):
     train(tmp_path, "odd", train_bpe(TEXT, 300), "--n_embd=48", "--max_steps=1", "--norm=rmsnorm")
     out = tmp_path / "out" / "x.gguf"
     code, line = ask("export_hf.py", "odd", f"--out={out}", "--format=gguf", folder=tmp_path)
@@ -221,18 +217,14 @@ def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path: Path) -> 
         (["--out=x.bin"], "ends with .gguf"),
     ],
 )
-def test_flags_that_do_not_go_together_are_one_line(
-    folder: Path, tmp_path: Path, words: list[str], problem: str
-) -> None:
+def test_flags_that_do_not_go_together_are_one_line(folder, tmp_path, words, problem):
     argv = ["bpe", f"--out={tmp_path / 'x.gguf'}", "--format=gguf"]
     code, line = ask("export_hf.py", *argv, *words, folder=folder)
     assert (code, problem in line) == (2, True), line
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_file_is_kept_and_a_missing_package_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_file_is_kept_and_a_missing_package_is_named(folder, tmp_path, monkeypatch):
     out = tmp_path / "x.gguf"
     out.write_text("mine")
     code, line = ask("export_hf.py", "bpe", f"--out={out}", "--format=gguf", folder=folder)
@@ -244,9 +236,7 @@ def test_an_existing_file_is_kept_and_a_missing_package_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_a_file_that_reads_back_otherwise_is_not_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_reads_back_otherwise_is_not_kept(folder, tmp_path, monkeypatch):
     """One byte of the file is another: the reader finds it, and nothing appears."""
     right = gguf_file._write
 
@@ -265,9 +255,7 @@ def test_a_file_that_reads_back_otherwise_is_not_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
-def test_llama_cpp_generates_our_greedy_text(
-    folder: Path, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     """llama.cpp itself, from the f32 file: the same ids of a text, and the same 32 greedy tokens."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     works_with(

@@ -39,7 +39,7 @@ class GPTConfig:
 
 
 @pytest.fixture(scope="module")
-def origin(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def origin(tiny_data, tmp_path_factory) -> Run:
     """Return a run of four steps; read only."""
     run = Run(tiny_data, tmp_path_factory.mktemp("origin"), f"--max_steps={LAST}", "--eval_freq=0")
     run.train(f"--stop_after_steps={DONE}")
@@ -47,7 +47,7 @@ def origin(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def become(tiny_data: Path, tmp_path: Path) -> Run:
+def become(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path / "runs", f"--max_steps={LAST}", "--eval_freq=0")
 
 
@@ -127,9 +127,7 @@ def hashes(run: Run) -> dict[str, str]:
     return {name: files[name]["sha256"] for name in ("model.safetensors", "optim.safetensors")}
 
 
-def test_a_model_without_biases_gets_some_that_are_zero(
-    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_biases_gets_some_that_are_zero(origin, become, tmp_path, capsys):
     """NanoGPT's default. Zero biases compute the same, so nothing but the names of the tensors changes."""
     weights = {k: v for k, v in model_of(origin).items() if not k.endswith(".bias")}
     content = nano(origin, model=weights, optimizer=optimizer_of(origin, bias=False))
@@ -151,9 +149,7 @@ def test_a_model_without_biases_gets_some_that_are_zero(
     assert all(tensor.any() for name, tensor in after.items() if name.endswith(".bias"))
 
 
-def test_nanogpt_becomes_a_run_that_goes_on(
-    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
     take(become, write(tmp_path / "ckpt.pt", nano(origin)), "--shuffle=shards")
     told = capsys.readouterr().out
     assert hashes(become) == hashes(origin), "weights, moments and step counts, bit by bit"
@@ -171,9 +167,7 @@ def test_nanogpt_becomes_a_run_that_goes_on(
     assert steps[DONE + 1] == first[1]
 
 
-def test_without_an_optimizer_its_moments_begin_at_zero(
-    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_optimizer_its_moments_begin_at_zero(origin, become, tmp_path, capsys):
     take(become, write(tmp_path / "ckpt.pt", nano(origin, optimizer=None)))
     assert "none in the file: its moments begin at zero" in capsys.readouterr().out
     assert hashes(become)["model.safetensors"] == hashes(origin)["model.safetensors"]
@@ -203,9 +197,7 @@ def older(origin: Run, monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
     return path
 
 
-def test_the_older_programs_file_needs_trust(
-    origin: Run, become: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_older_programs_file_needs_trust(origin, become, tmp_path, monkeypatch):
     file = older(origin, monkeypatch, tmp_path / "latest.pt")
     with pytest.raises(CheckpointError, match=r"pickled objects, which can run code.*--trust"):
         take(become, file)
@@ -225,9 +217,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("trust", [(), ("--trust",)])
-def test_a_hostile_file_runs_nothing_even_if_it_is_trusted(
-    trust: tuple[str, ...], origin: Run, become: Run, tmp_path: Path
-) -> None:
+def test_a_hostile_file_runs_nothing_even_if_it_is_trusted(trust, origin, become, tmp_path):
     sentinel = tmp_path / "was_here"
     file = write(tmp_path / "ckpt.pt", nano(origin, config=Hostile(sentinel)))
     with pytest.raises(CheckpointError):
@@ -276,22 +266,20 @@ def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, tor
         (lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}}, "groups are not AdamW's"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    change: Any, expected: str, origin: Run, become: Run, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_named(change, expected, origin, become, tmp_path):
     with pytest.raises(CheckpointError, match=expected):
         take(become, write(tmp_path / "ckpt.pt", nano(origin, **change(origin))))
     assert not become.path.exists()
 
 
-def test_a_swapped_moment_is_rejected(origin: Run, become: Run, tmp_path: Path) -> None:
+def test_a_swapped_moment_is_rejected(origin, become, tmp_path):
     optimizer = optimizer_of(origin)
     optimizer["state"][0], optimizer["state"][1] = optimizer["state"][1], optimizer["state"][0]
     with pytest.raises(CheckpointError, match=r"does not fit wte\.weight"):
         take(become, write(tmp_path / "ckpt.pt", nano(origin, optimizer=optimizer)))
 
 
-def test_the_run_it_becomes_must_fit(origin: Run, become: Run, tmp_path: Path) -> None:
+def test_the_run_it_becomes_must_fit(origin, become, tmp_path):
     file = write(tmp_path / "ckpt.pt", nano(origin))
     with pytest.raises(ConfigError, match=r"--n_layer 3: ckpt\.pt has 2"):
         take(become, file, "--n_layer=3")
@@ -302,7 +290,7 @@ def test_the_run_it_becomes_must_fit(origin: Run, become: Run, tmp_path: Path) -
         take(become, file)
 
 
-def test_the_command_rejects_in_one_line(become: Run, tmp_path: Path) -> None:
+def test_the_command_rejects_in_one_line(become, tmp_path):
     text = tmp_path / "notes.pt"
     text.write_text("no checkpoint")
     for flags, expected in (

@@ -54,7 +54,7 @@ CONTEXT = 32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def offline(tmp_path_factory) -> Any:
     """Let nothing be downloaded, and keep what datasets writes out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -66,7 +66,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with tasks, the runs `plain`, `modern` (own tokenizer) and `tuned` (LoRA), and an export."""
     folder = tmp_path_factory.mktemp("lm_eval")
     write_tasks(folder / "tasks")
@@ -114,9 +114,7 @@ def requests_of(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("shots", [0, 2])
-def test_every_item_is_as_through_the_export_and_lm_evals_own_model(
-    folder: Path, shots: int
-) -> None:
+def test_every_item_is_as_through_the_export_and_lm_evals_own_model(folder, shots):
     """Twenty items of each kind of request; with two examples before each, most are cut to the context."""
     works_with(
         "lm-eval",
@@ -186,7 +184,7 @@ def plain_answers(folder: Path, run: str, context: str, ending: str) -> tuple[fl
 
 
 @pytest.mark.parametrize("run", ["modern", "tuned"])
-def test_other_runs_are_scored_as_their_logits_say(folder: Path, run: str) -> None:
+def test_other_runs_are_scored_as_their_logits_say(folder, run):
     """RoPE, RMSNorm and an own BPE; adapters of LoRA. The texts are longer than the context with the small BPE."""
     asked = [(text, f" {ending}") for text, endings, _ in ITEMS for ending in endings]
     asked += [("", "There is a kettle."), ("There is a ", "bus.")]
@@ -197,7 +195,7 @@ def test_other_runs_are_scored_as_their_logits_say(folder: Path, run: str) -> No
         assert is_greedy is expected[1]
 
 
-def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder: Path) -> None:
+def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder):
     model = ours(folder, "modern")
     settings = {
         "do_sample": True,
@@ -217,9 +215,7 @@ def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder: Path) -> N
     assert model.generate_until(requests_of("generate_until", *asked)) != texts
 
 
-def test_answers_are_taken_from_lm_evals_cache(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_taken_from_lm_evals_cache(folder, tmp_path, monkeypatch):
     model, cache = ours(folder, "plain"), str(tmp_path / "cache")
     first = measure(folder, model, use_cache=cache)
     monkeypatch.setattr(hellaswag, "_predict", lambda *_: pytest.fail("computed again"))
@@ -227,7 +223,7 @@ def test_answers_are_taken_from_lm_evals_cache(
     assert again["results"] == first["results"]
 
 
-def test_the_chat_template_is_that_of_the_export(folder: Path, tmp_path: Path) -> None:
+def test_the_chat_template_is_that_of_the_export(folder, tmp_path):
     model, target = ours(folder, "tuned"), find_target("tuned", folder / "runs")
     export(target, out=tmp_path / "tuned", dtype="float32", push_to_hub=None)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tuned")
@@ -240,7 +236,7 @@ def test_the_chat_template_is_that_of_the_export(folder: Path, tmp_path: Path) -
         measure(folder, ours(folder, "plain"), apply_chat_template=True)
 
 
-def test_what_cannot_be_answered_is_said_in_one_line(folder: Path) -> None:
+def test_what_cannot_be_answered_is_said_in_one_line(folder):
     model = ours(folder, "plain")
     too_long = ("Once", " upon" * (CONTEXT + 1))
     with pytest.raises(DataError, match=r"has 33 tokens; the model scores 1 to 32, its context"):
@@ -254,7 +250,7 @@ def test_what_cannot_be_answered_is_said_in_one_line(folder: Path) -> None:
             type(model).create_from_arg_string(wrong)
 
 
-def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path) -> None:
+def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     runs, tasks = folder / "runs", folder / "tasks"
     request, every = EvaluationRequest("plain", runs), TaskRequest(NAMES, tasks_path=tasks)
     found = evaluate(request, every, save=tmp_path)
@@ -293,7 +289,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path
         assert compared["own_endings acc"]["n"] == 20
 
 
-def test_two_processes_find_the_same_bits(folder: Path) -> None:
+def test_two_processes_find_the_same_bits(folder):
     argv = ["plain", f"--tasks={NAMES}", f"--tasks_path={folder / 'tasks'}", "--json"]
     argv += [f"--checkpoint_dir={folder / 'runs'}", "--num_fewshot=1"]
     alone = ask("evaluate.py", *argv[:-2], "--num_fewshot=1", folder=folder)
@@ -304,9 +300,7 @@ def test_two_processes_find_the_same_bits(folder: Path) -> None:
     assert json.loads(done.stdout) == alone
 
 
-def test_lm_evals_own_command_line_has_the_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lm_evals_own_command_line_has_the_model(folder, monkeypatch, capsys):
     expected = measure(folder, ours(folder, "plain"), tasks=["own_endings"])
     accuracy = expected["results"]["own_endings"]["acc,none"]
     # Without reading all 14,000 files of the library's own tasks.

@@ -79,7 +79,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("options", EACH)
 @torch.no_grad()
-def test_every_option_gives_our_logits_and_our_loss(options: dict[str, Any]) -> None:
+def test_every_option_gives_our_logits_and_our_loss(options):
     ours, theirs = pair(**options)
     ids = ids_of(2, CONTEXT)
     found = theirs(ids, labels=ids, output_hidden_states=True)
@@ -94,7 +94,7 @@ def test_every_option_gives_our_logits_and_our_loss(options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("options", EACH)
 @torch.no_grad()
-def test_cache_and_padding_change_nothing(options: dict[str, Any]) -> None:
+def test_cache_and_padding_change_nothing(options):
     ours, theirs = pair(**options)
     ids = ids_of(2, CONTEXT)
     expected = ours(ids)
@@ -126,7 +126,7 @@ def test_cache_and_padding_change_nothing(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", EACH)
-def test_generate_is_ours_with_any_cache(options: dict[str, Any]) -> None:
+def test_generate_is_ours_with_any_cache(options):
     ours, theirs = pair(**options)
     prompt = ids_of(1, 9)
     drawn = draw(
@@ -145,7 +145,7 @@ def test_generate_is_ours_with_any_cache(options: dict[str, Any]) -> None:
         assert found[0, 9:].tolist() == expected
 
 
-def test_it_trains_and_loads_in_half_precision(tmp_path: Path) -> None:
+def test_it_trains_and_loads_in_half_precision(tmp_path):
     ours, theirs = pair(**MODERN)
     ids = ids_of(2, CONTEXT)
     theirs(ids, labels=ids).loss.backward()
@@ -162,7 +162,7 @@ def test_it_trains_and_loads_in_half_precision(tmp_path: Path) -> None:
     assert (found.float() - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_an_unknown_format_or_option_is_rejected_by_both_readers() -> None:
+def test_an_unknown_format_or_option_is_rejected_by_both_readers():
     assert FORMAT == hf_config.FORMAT
     with pytest.raises(ValueError, match="format 2, these files read 1"):
         GPT2LabConfig(gpt2lab_format=2)
@@ -199,7 +199,7 @@ def train(folder: Path, name: str, *more: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with the modern run `bpe` and its export; treat as read-only."""
     folder = tmp_path_factory.mktemp("modern")
     train(folder, "bpe")
@@ -207,7 +207,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_modern_run_is_exported_with_its_own_files(folder: Path) -> None:
+def test_a_modern_run_is_exported_with_its_own_files(folder):
     out = folder / "x"
     assert {path.name for path in out.iterdir()} == {
         *("config.json", "generation_config.json", "model.safetensors", "README.md", *OWN_FILES),
@@ -226,7 +226,7 @@ def test_a_modern_run_is_exported_with_its_own_files(folder: Path) -> None:
     assert "| validation loss |" in card
 
 
-def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder: Path, tmp_path: Path) -> None:
+def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):
     out = folder / "x"
     ours = dict(load_weights(find_target("bpe", folder / "runs")).named_parameters())
     back = dict(load_hf(out).named_parameters())
@@ -253,7 +253,7 @@ def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder: Path, tmp_pa
         assert torch.equal(tensor, back[name]), name
 
 
-def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path: Path) -> None:
+def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path):
     """Its rates and optimizer are those of modern-nano, not of gpt2-nano, which has the same sizes."""
     sizes = {name: getattr(preset("modern-nano").model, name) for name in SHAPE}
     sizes["vocab_size"] = 300
@@ -263,7 +263,7 @@ def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path: Path) -> 
         assert config.optim == preset(name).optim
 
 
-def test_an_export_of_an_export_is_the_same_file(folder: Path, tmp_path: Path) -> None:
+def test_an_export_of_an_export_is_the_same_file(folder, tmp_path):
     ask("export_hf.py", str(folder / "x"), f"--out={tmp_path / 'y'}", folder=folder)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "y" / name).read_bytes() == (folder / "x" / name).read_bytes()
@@ -281,9 +281,7 @@ def test_an_export_of_an_export_is_the_same_file(folder: Path, tmp_path: Path) -
         ({"context_length": 0}, "'context_length' is 0"),
     ],
 )
-def test_a_folder_of_another_network_is_rejected_by_name(
-    change: dict[str, Any], problem: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_network_is_rejected_by_name(change, problem, folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / "x" / name).read_bytes())
     values = json.loads((tmp_path / HF_CONFIG).read_text())
@@ -292,7 +290,7 @@ def test_a_folder_of_another_network_is_rejected_by_name(
         load_hf(tmp_path)
 
 
-def test_a_tuned_modern_model_carries_its_chat_template(folder: Path, tmp_path: Path) -> None:
+def test_a_tuned_modern_model_carries_its_chat_template(folder, tmp_path):
     pairs = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tune = [f"--init_from={folder / 'x'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
@@ -313,15 +311,13 @@ def test_a_tuned_modern_model_carries_its_chat_template(folder: Path, tmp_path: 
 
 
 @pytest.fixture
-def sharded(folder: Path, tmp_path: Path) -> Path:
+def sharded(folder, tmp_path) -> Path:
     out = tmp_path / "sharded"
     ask("export_hf.py", "bpe", f"--out={out}", "--max_shard_size=20KB", folder=folder)
     return out
 
 
-def test_large_weights_are_split_as_transformers_splits_them(
-    folder: Path, sharded: Path, tmp_path: Path
-) -> None:
+def test_large_weights_are_split_as_transformers_splits_them(folder, sharded, tmp_path):
     model = GPT2LabForCausalLM.from_pretrained(sharded)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     names = {path.name for path in sharded.glob("model[.-]*")}
@@ -335,7 +331,7 @@ def test_large_weights_are_split_as_transformers_splits_them(
         assert tensors <= 20_000 or list(found["weight_map"].values()).count(path.name) == 1
 
 
-def test_shards_come_back_bit_for_bit(folder: Path, sharded: Path, tmp_path: Path) -> None:
+def test_shards_come_back_bit_for_bit(folder, sharded, tmp_path):
     one, many = (dict(load_hf(path).named_parameters()) for path in (folder / "x", sharded))
     assert list(one) == list(many)
     assert all(torch.equal(one[name], many[name]) for name in one)
@@ -344,7 +340,7 @@ def test_shards_come_back_bit_for_bit(folder: Path, sharded: Path, tmp_path: Pat
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_damaged_shards_are_rejected_by_name(sharded: Path) -> None:
+def test_damaged_shards_are_rejected_by_name(sharded):
     path = sharded / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     first, second, *_ = sorted(set(index["weight_map"].values()))
@@ -365,7 +361,7 @@ def test_damaged_shards_are_rejected_by_name(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5", "0GB", "-1MB", "many", "1.5", "GB"])
-def test_a_wrong_size_is_one_line(folder: Path, tmp_path: Path, size: str) -> None:
+def test_a_wrong_size_is_one_line(folder, tmp_path, size):
     words = ("bpe", f"--out={tmp_path / 'x'}", f"--max_shard_size={size}")
     code, line = ask("export_hf.py", *words, folder=folder)
     assert (code, "--max_shard_size" in line) == (2, True)
@@ -376,9 +372,7 @@ def test_a_wrong_size_is_one_line(folder: Path, tmp_path: Path, size: str) -> No
 
 
 @pytest.mark.slow
-def test_a_process_without_gpt2lab_computes_and_generates_the_same(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_process_without_gpt2lab_computes_and_generates_the_same(folder, tmp_path):
     """Every tokenizer of ours, a modern model and GPT-2's; offline, and gpt2lab cannot be imported."""
     others = tmp_path / "made"
     train(others, "bytes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.interop import tasks as harness
 
 
-def test_flags_of_tasks_are_checked_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_of_tasks_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
         main(["nobody", "--limit=3"])
     with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):

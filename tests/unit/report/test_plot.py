@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,16 @@ from stopped_run import stopped_and_resumed
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+def trained(tmp_path_factory, tiny_data) -> Path:
     return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
+def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
-def test_curves_follow_the_line_of_the_newest_weights(run_dir: Path) -> None:
+def test_curves_follow_the_line_of_the_newest_weights(run_dir):
     found = curves.read_curves(run_dir)
     assert found.resumes["step"].tolist() == [4]
     assert found.validation.x["step"].tolist() == [0, 4, 8, 12]
@@ -50,7 +49,7 @@ def test_curves_follow_the_line_of_the_newest_weights(run_dir: Path) -> None:
     assert found.rates["AdamW"].y.tolist() == [step["lr"] for step in steps.values()]
 
 
-def test_places_by_tokens_and_hours_are_those_of_the_steps(run_dir: Path) -> None:
+def test_places_by_tokens_and_hours_are_those_of_the_steps(run_dir):
     found = curves.read_curves(run_dir)
     steps = launch.current_steps(run_dir)
     seconds = [step["step_seconds"] for step in steps.values()]
@@ -62,7 +61,7 @@ def test_places_by_tokens_and_hours_are_those_of_the_steps(run_dir: Path) -> Non
     np.testing.assert_allclose(evaluated["hours"][[0, -1]] * 3600, [0, sum(seconds)])
 
 
-def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
+def test_many_steps_become_few_points_and_no_spike_is_lost():
     values = (np.arange(40_000) % 7).astype(float)
     values[[12_345, 33_333]] = 1000, -1000
     sharp = curves.extremes(values)
@@ -74,20 +73,18 @@ def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
 
 
 @pytest.mark.parametrize("read", [curves.read_curves, render], ids=["curves", "page"])
-def test_a_long_log_costs_little_memory(
-    run_dir: Path, tmp_path: Path, read: Callable[[Path], object]
-) -> None:
+def test_a_long_log_costs_little_memory(run_dir, tmp_path, read):
     assert peak_bytes(read, long_run_of(run_dir, tmp_path / "long")) < BUDGET
 
 
-def test_the_page_of_a_long_log_is_small(run_dir: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_long_log_is_small(run_dir, tmp_path):
     page = render(long_run_of(run_dir, tmp_path / "long"))
     assert len(page) < 500_000
     paths = re.findall(r' d="([^"]*)"', page)
     assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
-def test_a_running_median_over_many_values_ends_with_the_last() -> None:
+def test_a_running_median_over_many_values_ends_with_the_last():
     values = np.ones(200_000)
     values[-100_000:] = 3.0
     even = np.array(curves.spread(range(len(values)), 400))
@@ -95,7 +92,7 @@ def test_a_running_median_over_many_values_ends_with_the_last() -> None:
     assert (found[0], found[-1]) == (1.0, 3.0)
 
 
-def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
+def test_what_is_no_number_is_not_drawn(run_dir):
     event = {"event": "eval", "time": 1.0, "attempt": 2, "step": 10, "val_loss": "high"}
     wrong = {"event": "step", "time": 1.0, "attempt": 2, "step": 13, "loss": None, "tokens": 832}
     with open(run_dir / "metrics.jsonl", "a") as file:
@@ -106,7 +103,7 @@ def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
     assert found.loss.raw.x["step"].tolist() == list(range(1, 13))
 
 
-def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
+def test_a_picture_is_written_for_one_run_and_for_several(run_dir, tmp_path):
     code, said, error = call("plot", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "plot.png")), error
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
@@ -118,7 +115,7 @@ def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_pat
         assert int.from_bytes(content[16:20], "big") > 1000  # pixels wide
 
 
-def test_svg_pictures_follow_the_colours_of_the_page(run_dir: Path, tmp_path: Path) -> None:
+def test_svg_pictures_follow_the_colours_of_the_page(run_dir, tmp_path):
     out = tmp_path / "x.svg"
     table = Path(__file__).parents[3] / "docs" / "benchmarks.json"
     for words in ([run_dir, "--only_loss"], ["--speeds", table]):
@@ -131,9 +128,7 @@ def test_svg_pictures_follow_the_colours_of_the_page(run_dir: Path, tmp_path: Pa
         ElementTree.fromstring(picture)
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_one_before(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(run_dir, tmp_path, monkeypatch):
     picture = tmp_path / "pictures" / "plot.png"
     picture.parent.mkdir()
     picture.write_bytes(b"the one before")
@@ -145,9 +140,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(
     ]
 
 
-def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(run_dir, tmp_path):
     from matplotlib.figure import Figure
 
     event = {"event": "hellaswag", "time": 1.0, "attempt": 2, "step": 8, "n": 10, "seconds": 1.0}
@@ -172,7 +165,7 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
     plots.draw([found], tmp_path / "x.png", plots.View())
 
 
-def test_a_plot_runs_over_tokens_or_hours_and_on_logarithmic_axes(run_dir: Path) -> None:
+def test_a_plot_runs_over_tokens_or_hours_and_on_logarithmic_axes(run_dir):
     found = curves.read_curves(run_dir)
     for x in curves.AXES:
         for log in (None, "x", "y", "xy"):
@@ -195,7 +188,7 @@ def seed(**losses: float) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": [36 * t for t in tokens], "losses": [*losses.values()]}
 
 
-def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None:
+def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path):
     from matplotlib.figure import Figure
 
     both = [plots._evaluations(seed(t100=4.0, t200=3.0)), plots._evaluations(seed(t100=5.0))]
@@ -250,9 +243,7 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
         (["RUN", "--ablation", "EMPTY"], "leave out runs"),
     ],
 )
-def test_a_plot_that_cannot_be_drawn_is_one_line(
-    run_dir: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_a_plot_that_cannot_be_drawn_is_one_line(run_dir, tmp_path, words, message):
     (tmp_path / "empty").mkdir()
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty"}
     code, said, error = call("plot", *(names.get(word, word) for word in words))
@@ -294,9 +285,7 @@ _INTERVAL = {"mean": 1, "low": 0, "high": 2}
         ("--compare", "file.json", {"a": "x", "b": "y", "explain": {}}, "no comparison with"),
     ],
 )
-def test_a_file_of_another_shape_is_one_line(
-    flag: str, name: str, found: Any, line: str, tmp_path: Path
-) -> None:
+def test_a_file_of_another_shape_is_one_line(flag, name, found, line, tmp_path):
     (tmp_path / name).write_text(json.dumps(found))
     what = tmp_path if name != "file.json" else tmp_path / name
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {line}")):

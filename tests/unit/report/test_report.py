@@ -30,7 +30,7 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+def trained(tmp_path_factory, tiny_data) -> Path:
     """Return a run of 4 steps that was stopped after 3, resumed from 2 with another rate, and wrote samples."""
     runs = tmp_path_factory.mktemp("runs")
     flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--device=cpu"]
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
+def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
@@ -62,7 +62,7 @@ def text_of(page: str) -> str:
 # -- what it says ----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
+def test_the_page_tells_the_run_s_own_numbers(run_dir):
     append(run_dir, message="the wall is on fire")
     code, said, error = call("report", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "report.html")), error
@@ -94,7 +94,7 @@ def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
     assert "best" in rows[1][1]
 
 
-def test_the_page_needs_nothing_from_elsewhere(run_dir: Path) -> None:
+def test_the_page_needs_nothing_from_elsewhere(run_dir):
     page = render(run_dir)
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert len(links) > 5
@@ -110,7 +110,7 @@ def hovers(page: str) -> list[dict[str, Any]]:
     return [json.loads(html.unescape(text)) for text in found]
 
 
-def test_the_charts_show_the_run_s_own_values_by_step_tokens_and_hours(run_dir: Path) -> None:
+def test_the_charts_show_the_run_s_own_values_by_step_tokens_and_hours(run_dir):
     steps = launch.current_steps(run_dir)
     page = render(run_dir)
     titles = re.findall(r"<figcaption>([^<]*)<", page)
@@ -136,7 +136,7 @@ def test_the_charts_show_the_run_s_own_values_by_step_tokens_and_hours(run_dir: 
     assert resumed[0] == "2000"  # step 2 of 4, of a width of 4000
 
 
-def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir: Path) -> None:
+def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir):
     assert "HellaSwag" not in render(run_dir)
     for step, score in ((2, 0.26), (4, 0.28)):
         scores = {"acc_norm": score, "acc_norm_se": 0.004, "acc_token_norm": None, "n": 10_042}
@@ -149,7 +149,7 @@ def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir: Path) -> No
     assert page.count("GPT-2 124M</text>") == 3  # one for each axis
 
 
-def test_the_prompt_is_told_from_what_the_model_wrote(run_dir: Path) -> None:
+def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
     config = json.loads((run_dir / "config.json").read_text()) | {"sample_prompt": "<b>new"}
     (run_dir / "config.json").write_text(json.dumps(config))
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -170,7 +170,7 @@ def test_the_prompt_is_told_from_what_the_model_wrote(run_dir: Path) -> None:
     ]
 
 
-def test_several_runs_share_a_page(run_dir: Path, tmp_path: Path) -> None:
+def test_several_runs_share_a_page(run_dir, tmp_path):
     other = Path(shutil.copytree(run_dir, tmp_path / "elsewhere" / "r"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"seed": 7, "weight_decay": 0.5}))
@@ -195,7 +195,7 @@ def test_several_runs_share_a_page(run_dir: Path, tmp_path: Path) -> None:
     assert set(re.findall(r'href="#([^"]*)"', page)) <= set(ids)
 
 
-def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir: Path) -> None:
+def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir):
     """A damaged or made-up log must not end in a traceback, nor in a path that no browser reads."""
     wild = {"event": "step", "tokens": 320, "lr": -1e308, "tokens_per_second": 1e308}
     for step, number in enumerate((1e308, -1e308, float("nan"), float("inf"), 5e-324), start=5):
@@ -225,9 +225,7 @@ def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir: Path) -> None:
         ("done", {"reason": None}),
     ],
 )
-def test_an_event_of_another_shape_is_left_out_and_named(
-    run_dir: Path, kind: str, changes: dict[str, Any]
-) -> None:
+def test_an_event_of_another_shape_is_left_out_and_named(run_dir, kind, changes):
     """A traceback would hide every other line of the run."""
     found = [*launch.events(run_dir, kind), {"event": kind, "time": 1.0, "attempt": 2, "step": 4}]
     append(run_dir, **found[0] | changes)
@@ -255,9 +253,7 @@ def test_an_event_of_another_shape_is_left_out_and_named(
         ("evaluations/step_00000004.json", {"step": 4, "attempt": 2, "tasks": 5}, "'tasks' is 5"),
     ],
 )
-def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
-    run_dir: Path, name: str, content: dict[str, Any], said: str
-) -> None:
+def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(run_dir, name, content, said):
     (run_dir / "evaluations").mkdir()
     (run_dir / name).write_text(json.dumps(content))
     code, _, error = call("report", "r", "--checkpoint_dir", run_dir.parent)
@@ -266,7 +262,7 @@ def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
     assert line.startswith(f"warning: {run_dir / name}: {said}")
 
 
-def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
+def test_a_log_without_a_beginning_is_shown(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = "".join(line for line in lines if '"event": "begin"' not in line)
     (run_dir / "metrics.jsonl").write_text(kept)
@@ -275,7 +271,7 @@ def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
     assert "4/n/a" in said
 
 
-def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
+def test_peak_memory_is_the_most_of_all_starts(run_dir):
     """Also of steps that a resume from before them left behind."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -292,7 +288,7 @@ def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["done", "warning"])
-def test_a_complete_run_goes_on_with_more_steps(run_dir: Path, last: str) -> None:
+def test_a_complete_run_goes_on_with_more_steps(run_dir, last):
     """A mirror may warn after the end."""
     if last == "warning":
         append(run_dir, event="warning", message="the mirror is full")
@@ -301,7 +297,7 @@ def test_a_complete_run_goes_on_with_more_steps(run_dir: Path, last: str) -> Non
     assert "--max_steps 8 --allow_change max_steps" in describe_run(run_dir)
 
 
-def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir: Path) -> None:
+def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     document = json.loads((run_dir / "estimate.json").read_text()) | {"actual": None}
     (run_dir / "estimate.json").write_text(json.dumps(document))
@@ -314,7 +310,7 @@ def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir: Path) -
     assert "No step was taken." in render(run_dir)
 
 
-def test_many_samples_are_spread_over_the_run(run_dir: Path) -> None:
+def test_many_samples_are_spread_over_the_run(run_dir):
     for step in range(5, 105):
         append(run_dir, event="sample", step=step, text=f"text {step}", seconds=0.1)
     text = text_of(render(run_dir))
@@ -334,9 +330,7 @@ def test_many_samples_are_spread_over_the_run(run_dir: Path) -> None:
         (["DAMAGED"], "not JSON"),
     ],
 )
-def test_a_report_that_cannot_be_written_is_one_line(
-    run_dir: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_a_report_that_cannot_be_written_is_one_line(run_dir, tmp_path, words, message):
     (tmp_path / "empty").mkdir()
     damaged = Path(shutil.copytree(run_dir, tmp_path / "damaged"))
     (damaged / "metrics.jsonl").write_text("no\n")
@@ -405,9 +399,7 @@ def browse(page: Path, *flags: str) -> str:
 
 
 @needs_browser
-def test_hostile_text_is_shown_and_does_nothing(
-    run_dir: Path, tmp_path: Path, listener: http.server.ThreadingHTTPServer
-) -> None:
+def test_hostile_text_is_shown_and_does_nothing(run_dir, tmp_path, listener):
     text = hostile(listener.server_port)
     append(run_dir, event="sample", text=text, seconds=0.1)
     append(run_dir, message=text)
@@ -448,7 +440,7 @@ def test_hostile_text_is_shown_and_does_nothing(
 
 
 @needs_browser
-def test_the_page_is_drawn_with_its_style_and_its_curves(run_dir: Path, tmp_path: Path) -> None:
+def test_the_page_is_drawn_with_its_style_and_its_curves(run_dir, tmp_path):
     from matplotlib.image import imread
 
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
@@ -547,8 +539,8 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("width", [1280, 800, 400])
 @pytest.mark.parametrize("runs", [1, 3])
 def test_the_page_is_readable_at_every_width_in_both_schemes(
-    run_dir: Path, tmp_path: Path, runs: int, width: int, is_dark: bool
-) -> None:
+    run_dir, tmp_path, runs, width, is_dark
+):
     append(run_dir, message=f"look at {'/a/long/path' * 12}.npy")
     append(run_dir, event="sample", text="word" * 300, seconds=0.1)
     for step in range(5, 60):
@@ -593,9 +585,7 @@ def test_the_page_is_readable_at_every_width_in_both_schemes(
         (0.1, 30.0, True),
     ],
 )
-def test_the_labels_of_an_axis_differ_and_are_at_least_two(
-    low: float, high: float, *, is_log: bool
-) -> None:
+def test_the_labels_of_an_axis_differ_and_are_at_least_two(low, high, *, is_log):
     ticks = Scale(low, high, is_log).ticks()
     texts = [text for _, text in ticks]
     assert len(texts) >= 2
@@ -603,7 +593,7 @@ def test_the_labels_of_an_axis_differ_and_are_at_least_two(
     assert all(low - 1e-9 <= value <= high + 1e-9 for value, _ in ticks)
 
 
-def test_labels_have_no_more_digits_than_they_need() -> None:
+def test_labels_have_no_more_digits_than_they_need():
     assert [text for _, text in Scale(0.0, 0.5).ticks()] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
     assert [text for _, text in Scale(10_000, 15_000).ticks()][:2] == ["10K", "11K"]
     assert [text for _, text in Scale(12_300, 12_340).ticks()][:2] == ["12.3K", "12.31K"]

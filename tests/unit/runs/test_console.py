@@ -14,7 +14,6 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +44,7 @@ def clock(beats_before_the_end: int) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_long_work_beats_until_it_ends(count: int) -> None:
+def test_long_work_beats_until_it_ends(count):
     ticks, told, slept = clock(count), [], []
 
     def wait(seconds: float) -> bool:
@@ -58,9 +57,7 @@ def test_long_work_beats_until_it_ends(count: int) -> None:
     assert slept == [4.0] * (count + 1)
 
 
-def test_in_a_file_long_work_is_plain_lines_ever_more_rarely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_a_file_long_work_is_plain_lines_ever_more_rarely(tmp_path, monkeypatch, capsys):
     @contextlib.contextmanager
     def for_a_minute(tell: object) -> Iterator[None]:
         assert callable(tell)
@@ -118,9 +115,7 @@ def pipe() -> Iterator[Pipe]:
     pipe.close()
 
 
-def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(pipe, monkeypatch):
     """Nor is a line torn that is longer than what the pipe takes at once."""
     monkeypatch.setattr("sys.stdout", pipe.file)
     console, lines = Console(), [f"{number} " + "y" * 3000 for number in range(60)]
@@ -138,7 +133,7 @@ def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(
     assert (taken + found[0] + pipe.read()).splitlines() == [*lines, "after"]
 
 
-def test_lines_that_find_no_room_are_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_find_no_room_are_counted(pipe, monkeypatch):
     monkeypatch.setattr("gpt2lab.runs.console._CAPACITY", 10)
     monkeypatch.setattr("sys.stdout", pipe.file)
     console = Console()
@@ -151,9 +146,7 @@ def test_lines_that_find_no_room_are_counted(pipe: Pipe, monkeypatch: pytest.Mon
     assert pipe.read().splitlines() == ["waits", missing, "after"]
 
 
-def test_warnings_wait_for_a_slow_reader_of_stderr(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warnings_wait_for_a_slow_reader_of_stderr(pipe, monkeypatch):
     monkeypatch.setattr("sys.stderr", pipe.file)
     never_wait_for_stderr()
     lines = [f"warning {number} " + "y" * 3000 for number in range(30)]
@@ -169,9 +162,7 @@ def test_warnings_wait_for_a_slow_reader_of_stderr(
     assert (taken + found[0] + pipe.read()).splitlines() == lines
 
 
-def test_nothing_fails_for_want_of_a_reader_of_stderr(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_fails_for_want_of_a_reader_of_stderr(pipe, monkeypatch):
     monkeypatch.setattr("sys.stderr", pipe.file)
     never_wait_for_stderr()
     with open(os.devnull) as nothing:
@@ -180,7 +171,7 @@ def test_nothing_fails_for_want_of_a_reader_of_stderr(
     finish_stderr()
 
 
-def test_wrapping_leaves_commands_whole() -> None:
+def test_wrapping_leaves_commands_whole():
     text = "data           " + "word " * 30
     assert max(map(len, wrap(text, 80).splitlines())) <= 80
     assert wrap(text, 80).split() == text.split()
@@ -188,9 +179,7 @@ def test_wrapping_leaves_commands_whole() -> None:
     assert wrap(command, 80) == command
 
 
-def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(tiny_data, tmp_path):
     flags = [*Run(tiny_data, tmp_path).flags, "--max_steps=6", "--log_freq=4"]
     shown = on_terminal([sys.executable, str(TRAIN), *flags], columns=80)
     lines = [line.rsplit("\r", 1)[-1] for line in shown.split("\n")]  # what stays
@@ -213,14 +202,8 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
     [(0.01, 120, 20), (0.9, 133, 20), (1.6, 125, 21), (6.0, 99, 20), (60.0, 9, 10)],
 )
 def test_in_a_file_steps_break_a_long_silence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    step_seconds: float,
-    young: int,
-    old: int,
-) -> None:
+    tmp_path, monkeypatch, capsys, *, step_seconds, young, old
+):
     now = 0.0
     monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: now)
     logger = MetricsLogger(tmp_path, attempt=1)
@@ -234,9 +217,7 @@ def test_in_a_file_steps_break_a_long_silence(
     assert told == [pytest.approx(young, abs=1), pytest.approx(old, abs=1)]
 
 
-def test_a_run_in_a_file_tells_of_steps_between_those_of_log_freq(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_file_tells_of_steps_between_those_of_log_freq(run, monkeypatch, capsys):
     now = itertools.count(step=20.0)  # seconds between two looks at the clock
     monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: next(now))
     run.train("--max_steps=6", "--log_freq=100")
@@ -256,9 +237,7 @@ print("error: out of memory", file=sys.stderr)
 """
 
 
-def test_an_error_on_a_terminal_begins_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_on_a_terminal_begins_a_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
     shown = on_terminal([sys.executable, "-c", ENDS_WITH_AN_ERROR, str(tmp_path)], columns=80)
     line = shown.rstrip("\n").split("\n")[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from gpt2lab.runs.evaluations import add_tasks, newest_tasks
@@ -22,7 +21,7 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
     return Log.of(events)
 
 
-def test_each_task_shows_its_newest_evaluation(tmp_path: Path) -> None:
+def test_each_task_shows_its_newest_evaluation(tmp_path):
     log = log_of((1, 0, 8))
     add_tasks(tmp_path, log, 4, {"a": {"n": 1, "metrics": {}}, "b": {"n": 2, "metrics": {}}})
     add_tasks(tmp_path, log, 8, {"b": {"n": 3, "metrics": {}}})
@@ -38,7 +37,7 @@ def test_each_task_shows_its_newest_evaluation(tmp_path: Path) -> None:
     }
 
 
-def test_weights_that_the_run_left_are_not_shown(tmp_path: Path) -> None:
+def test_weights_that_the_run_left_are_not_shown(tmp_path):
     """The second start goes back to step 4 and takes steps 5 to 8 again."""
     add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1, "metrics": {}}})
     add_tasks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from long_logs import lines_of_a_start
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, monkeypatch) -> Path:
     """Return a run of two starts and 800 steps; blocks and what is worth a cache are small."""
     monkeypatch.setattr(log_cache, "BLOCK", 40_000)
     monkeypatch.setattr(log_cache, "LEAST", 100_000)
@@ -30,7 +29,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def decoded_lines(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def decoded_lines(monkeypatch) -> list[bytes]:
     """Return the list of the lines that are decoded from now on."""
     lines: list[bytes] = []
     plain = log_cache.decode_step
@@ -60,9 +59,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_second_reader_decodes_what_was_appended(
-    run_dir: Path, decoded_lines: list[bytes]
-) -> None:
+def test_a_second_reader_decodes_what_was_appended(run_dir, decoded_lines):
     log = run_dir / "metrics.jsonl"
     assert_says_what_the_log_says(run_dir)
     assert len(decoded_lines) == len(log.read_bytes().splitlines())
@@ -81,7 +78,7 @@ def test_a_second_reader_decodes_what_was_appended(
     assert (run_dir / CACHE).read_bytes() == cache  # not worth it yet
 
 
-def test_a_cache_grows_with_its_log(run_dir: Path, decoded_lines: list[bytes]) -> None:
+def test_a_cache_grows_with_its_log(run_dir, decoded_lines):
     open_log(run_dir)
     cache = (run_dir / CACHE).read_bytes()
     decoded_lines.clear()
@@ -96,7 +93,7 @@ def test_a_cache_grows_with_its_log(run_dir: Path, decoded_lines: list[bytes]) -
     assert decoded_lines == []
 
 
-def test_a_short_log_has_no_cache(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_log_has_no_cache(run_dir, monkeypatch):
     monkeypatch.undo()
     assert_says_what_the_log_says(run_dir)
     assert not (run_dir / CACHE).exists()
@@ -122,7 +119,7 @@ def flip_a_bit(content: bytes) -> bytes:
     ],
     ids=["torn", "half", "zero tail", "zeros", "empty", "shifted", "more", "noise", "bit"],
 )
-def test_a_damaged_cache_is_not_believed(run_dir: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_cache_is_not_believed(run_dir, damage):
     open_log(run_dir)
     cache = run_dir / CACHE
     cache.write_bytes(damage(cache.read_bytes()))
@@ -130,7 +127,7 @@ def test_a_damaged_cache_is_not_believed(run_dir: Path, damage: Callable[[bytes]
 
 
 @pytest.mark.parametrize("kept", [0, 100, 5000, 200_000])
-def test_a_cache_of_another_log_is_made_again(run_dir: Path, kept: int) -> None:
+def test_a_cache_of_another_log_is_made_again(run_dir, kept):
     """As after a power cut that took the end of the log, or with another log in its place."""
     open_log(run_dir)
     log = run_dir / "metrics.jsonl"
@@ -140,7 +137,7 @@ def test_a_cache_of_another_log_is_made_again(run_dir: Path, kept: int) -> None:
     assert_says_what_the_log_says(run_dir)
 
 
-def test_a_step_is_read_from_the_log_itself(run_dir: Path) -> None:
+def test_a_step_is_read_from_the_log_itself(run_dir):
     open_log(run_dir)
     path = run_dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 100,', b'"step": 901,'))
@@ -154,7 +151,7 @@ def test_a_step_is_read_from_the_log_itself(run_dir: Path) -> None:
     assert_says_what_the_log_says(run_dir)
 
 
-def test_what_a_resume_relies_on_is_compared_with_the_log(run_dir: Path) -> None:
+def test_what_a_resume_relies_on_is_compared_with_the_log(run_dir):
     open_log(run_dir)
     path = run_dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"bytes": 119000', b'"bytes": 117000'))
@@ -165,7 +162,7 @@ def test_what_a_resume_relies_on_is_compared_with_the_log(run_dir: Path) -> None
     assert open_log(run_dir).recorded_after(250)["checkpoint"]["bytes"] == 117_000
 
 
-def test_damaged_lines_are_named_from_a_cache_too(run_dir: Path) -> None:
+def test_damaged_lines_are_named_from_a_cache_too(run_dir):
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     for number in (7, 300, 301, 302, 600):
@@ -181,9 +178,7 @@ def test_damaged_lines_are_named_from_a_cache_too(run_dir: Path) -> None:
     assert_says_what_the_log_says(run_dir)
 
 
-def test_a_folder_that_takes_no_file_has_no_cache(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_takes_no_file_has_no_cache(run_dir, monkeypatch):
     def fail(path: Path) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -198,7 +193,7 @@ def test_a_folder_that_takes_no_file_has_no_cache(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_cache_that_is_no_regular_file_is_not_followed(run_dir: Path, kind: str) -> None:
+def test_a_cache_that_is_no_regular_file_is_not_followed(run_dir, kind):
     """A run's folder may come from somebody else: status must neither hang on it nor write through it."""
     precious = run_dir / "precious"
     precious.write_text("mine")
@@ -228,9 +223,7 @@ def test_a_cache_that_is_no_regular_file_is_not_followed(run_dir: Path, kind: st
         {"crc": 1},
     ],
 )
-def test_a_cache_that_lies_with_a_sum_that_holds_is_not_believed(
-    run_dir: Path, lie: dict[str, object]
-) -> None:
+def test_a_cache_that_lies_with_a_sum_that_holds_is_not_believed(run_dir, lie):
     read_log(run_dir)
     content = (run_dir / CACHE).read_bytes()
     length, _ = log_cache._HEAD.unpack_from(content)

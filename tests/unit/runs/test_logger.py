@@ -29,7 +29,7 @@ def lines_of(run_dir: Path) -> list[dict]:
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------
 
 
-def test_every_line_tells_what_when_which_start_and_which_step(tmp_path) -> None:
+def test_every_line_tells_what_when_which_start_and_which_step(tmp_path):
     before = time.time()
     logger = MetricsLogger(tmp_path, attempt=3)
     logger.event("eval", 7, val_loss=1.5, seconds=0.25)
@@ -42,7 +42,7 @@ def test_every_line_tells_what_when_which_start_and_which_step(tmp_path) -> None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_number_that_is_not_finite_becomes_null(tmp_path, bad) -> None:
+def test_number_that_is_not_finite_becomes_null(tmp_path, bad):
     logger = MetricsLogger(tmp_path, attempt=1)
     logger.event("step", 1, loss=bad, lr=0.5, mfu=None)
     logger.close()
@@ -50,7 +50,7 @@ def test_number_that_is_not_finite_becomes_null(tmp_path, bad) -> None:
     assert (line["loss"], line["lr"], line["mfu"]) == (None, 0.5, None)
 
 
-def test_event_is_on_the_disk_before_the_next_begins(tmp_path) -> None:
+def test_event_is_on_the_disk_before_the_next_begins(tmp_path):
     logger = MetricsLogger(tmp_path, attempt=1)
     for step in (1, 2, 3):
         logger.event("step", step)
@@ -63,7 +63,7 @@ def whole_line(step: int) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-def test_a_console_on_a_full_disk_is_written_again(tmp_path) -> None:
+def test_a_console_on_a_full_disk_is_written_again(tmp_path):
     """As in `python src/train.py > train.log`; what the disk had no room for is in log.txt, where it has."""
     code = (
         "import os, sys; from pathlib import Path; from gpt2lab.runs.logger import MetricsLogger\n"
@@ -83,7 +83,7 @@ def test_a_console_on_a_full_disk_is_written_again(tmp_path) -> None:
     assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\nfour\n"
 
 
-def test_a_name_that_is_no_text_can_be_logged(tmp_path) -> None:
+def test_a_name_that_is_no_text_can_be_logged(tmp_path):
     """Names of files are bytes: what of them is not UTF-8 is half a surrogate pair in Python."""
     logger = MetricsLogger(tmp_path, attempt=1)
     logger.say("run caf\udce9")
@@ -92,7 +92,7 @@ def test_a_name_that_is_no_text_can_be_logged(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}"])
-def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn) -> None:
+def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn):
     whole = b"".join(whole_line(step) for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
@@ -103,13 +103,13 @@ def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, t
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
-def test_file_of_a_torn_line_alone_becomes_empty(tmp_path) -> None:
+def test_file_of_a_torn_line_alone_becomes_empty(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event"')
     MetricsLogger(tmp_path, attempt=2).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_metrics_and_log_only_ever_grow(tmp_path, capsys) -> None:
+def test_metrics_and_log_only_ever_grow(tmp_path, capsys):
     contents = {"metrics.jsonl": b"", "log.txt": b""}
     for attempt in (1, 2, 3):
         logger = MetricsLogger(tmp_path, attempt=attempt)
@@ -124,7 +124,7 @@ def test_metrics_and_log_only_ever_grow(tmp_path, capsys) -> None:
     assert capsys.readouterr().out == contents["log.txt"].decode()
 
 
-def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, monkeypatch) -> None:
+def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logger = MetricsLogger(None, attempt=1)
     logger.event("step", 1, loss=1.0)
@@ -142,7 +142,7 @@ def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
     return {"event": kind, "time": 1.0, "attempt": attempt, "step": step, **fields}
 
 
-def test_current_follows_the_line_that_the_newest_weights_took() -> None:
+def test_current_follows_the_line_that_the_newest_weights_took():
     events = [
         *[event("step", n, 1) for n in range(1, 8)],
         event("eval", 6, 1, val_loss=1.0),
@@ -162,7 +162,7 @@ def test_current_follows_the_line_that_the_newest_weights_took() -> None:
     assert log.current("eval") == history.current(events, "eval")
 
 
-def test_current_keeps_the_highest_attempt_of_a_step() -> None:
+def test_current_keeps_the_highest_attempt_of_a_step():
     events = [event("step", 1, 1), event("resume", 0, 2, from_step=0), event("step", 1, 2)]
     assert history.current(events, "step")[1]["attempt"] == 2
     assert history.Log.of(events).column("attempt").tolist() == [2]
@@ -170,12 +170,12 @@ def test_current_keeps_the_highest_attempt_of_a_step() -> None:
     assert history.Log.of([]).last_attempt == 0
 
 
-def test_run_without_metrics_has_no_events(tmp_path) -> None:
+def test_run_without_metrics_has_no_events(tmp_path):
     assert history.read_events(tmp_path) == []
 
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])
-def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, capsys) -> None:
+def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, capsys):
     content = whole_line(1) + damaged + b"\n" + whole_line(2)
     (tmp_path / "metrics.jsonl").write_bytes(content)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
 
 
-def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys) -> None:
+def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys):
     pretrain(parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
     shown = capsys.readouterr()
     assert (tmp_path / "runs" / "tiny" / "log.txt").read_text() == shown.out

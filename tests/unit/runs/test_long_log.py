@@ -23,11 +23,10 @@ from gpt2lab.runs.log_cache import CACHE
 from gpt2lab.runs.logger import MetricsLogger
 from launch import call
 from long_logs import BUDGET, lines_of_a_start, long_run_of, peak_bytes
-from whole_run import Run
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path) -> Path:
     """Return a run of three starts with a rewind, 900 steps, and a step that nobody logged a start before."""
     rewound = {"event": "rewind", "time": 1.7e9, "attempt": 2, "step": 350, "spike_step": 400}
     again = [line for line in lines_of_a_start(2, attempt=3, first=499) if '"step",' in line]
@@ -79,11 +78,11 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert newest_event(run_dir) == events[-1]
 
 
-def test_the_columns_say_what_the_lines_say(run_dir: Path) -> None:
+def test_the_columns_say_what_the_lines_say(run_dir):
     assert_says_what_the_log_says(run_dir)
 
 
-def test_a_step_that_the_fast_decoder_does_not_take_has_its_row(run_dir: Path) -> None:
+def test_a_step_that_the_fast_decoder_does_not_take_has_its_row(run_dir):
     """Null and text that is not UTF-8 are fine in our log; zero bytes are lines that a power cut took."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -95,7 +94,7 @@ def test_a_step_that_the_fast_decoder_does_not_take_has_its_row(run_dir: Path) -
     assert np.isnan(open_log(run_dir).column("loss")).sum() == 1
 
 
-def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir: Path) -> None:
+def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir):
     log = open_log(run_dir)
     (run_dir / "metrics.jsonl").write_text("other\n" * 10**6)
     with pytest.raises(GPT2LabError, match="changed while it was read"):
@@ -106,7 +105,7 @@ def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir
 
 
 @pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
+def long_run(tmp_path_factory, straight) -> Path:
     return long_run_of(straight.path, tmp_path_factory.mktemp("long") / "r")
 
 
@@ -120,7 +119,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("name", READERS)
-def test_a_long_log_costs_little_memory(long_run: Path, name: str, is_cached: bool) -> None:
+def test_a_long_log_costs_little_memory(long_run, name, is_cached):
     """A million lines, 640 MB, must not cost over about 100 MB: as dictionaries they take 3.5 GB."""
     open_log(long_run)
     if not is_cached:
@@ -141,7 +140,7 @@ def damage_lines(path: Path, *numbers: int) -> bytes:
     return before
 
 
-def test_damaged_lines_far_into_a_log_are_named(run_dir: Path) -> None:
+def test_damaged_lines_far_into_a_log_are_named(run_dir):
     damage_lines(run_dir / "metrics.jsonl", 7, 500, 501, 502, 700)
     problem = str(open_log(run_dir).problem)
     assert all(f"line {number}: not JSON" in problem for number in (7, 500, 501))
@@ -149,7 +148,7 @@ def test_damaged_lines_far_into_a_log_are_named(run_dir: Path) -> None:
     assert overview.read_run(run_dir).problem == problem
 
 
-def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir: Path) -> None:
+def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir):
     log = run_dir / "metrics.jsonl"
     (run_dir / "config.json").write_text("{}")
     damage_lines(log, 5, 600)
@@ -175,7 +174,7 @@ def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir: Path) -> N
     assert list(run_dir.glob("metrics.jsonl.damaged-*")) == [original]
 
 
-def test_a_repair_that_fails_leaves_the_log(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_that_fails_leaves_the_log(run_dir, monkeypatch):
     log = run_dir / "metrics.jsonl"
     damage_lines(log, 5)
     before = log.read_bytes()
@@ -190,16 +189,14 @@ def test_a_repair_that_fails_leaves_the_log(run_dir: Path, monkeypatch: pytest.M
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_log_without_a_single_event_is_an_error(tmp_path: Path) -> None:
+def test_a_log_without_a_single_event_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("no\n")
     with pytest.raises(GPT2LabError, match="line 1: not JSON"):
         read_log(tmp_path)
     assert "line 1" in str(overview.read_run(tmp_path).problem)
 
 
-def test_a_resume_over_damaged_lines_continues_with_the_same_bits(
-    run: Run, straight: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_over_damaged_lines_continues_with_the_same_bits(run, straight, capsys):
     common = ["--max_steps=26", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10"]
     run.train(*common, "--stop_after_steps=15")
     damage_lines(run.path / "metrics.jsonl", 9)
@@ -213,9 +210,7 @@ def test_a_resume_over_damaged_lines_continues_with_the_same_bits(
 # -- the ends of a log -------------------------------------------------------------------------------------------
 
 
-def test_the_newest_event_is_found_before_long_and_damaged_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_event_is_found_before_long_and_damaged_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "_TAIL", 8192)
     assert newest_event(tmp_path) is None
     event = {"event": "eval", "time": 1.0, "attempt": 3, "step": 7, "val_loss": None}
@@ -225,7 +220,7 @@ def test_the_newest_event_is_found_before_long_and_damaged_lines(
     assert newest_event(tmp_path) == event
 
 
-def test_a_long_torn_line_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_torn_line_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(lines_of_a_start(5)))

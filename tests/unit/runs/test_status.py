@@ -29,18 +29,16 @@ from stopped_run import stopped_and_resumed
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+def trained(tmp_path_factory, tiny_data) -> Path:
     return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
+def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
-def test_a_name_means_the_same_run_to_every_command_in_every_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, monkeypatch):
     runs, here = tmp_path / "runs", tmp_path / "here"
     for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
         folder.mkdir(parents=True)
@@ -68,7 +66,7 @@ def rewrite_status(run_dir: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_status_of_a_complete_run(run_dir: Path) -> None:
+def test_status_of_a_complete_run(run_dir):
     status = overview.read_run(run_dir)
     steps = launch.steps(run_dir)
     assert (status.state, status.exit_code, status.problem) == ("completed", 0, None)
@@ -80,7 +78,7 @@ def test_status_of_a_complete_run(run_dir: Path) -> None:
     assert "completed  12/12" in said
 
 
-def test_a_run_whose_process_is_gone_is_not_called_running(run_dir: Path) -> None:
+def test_a_run_whose_process_is_gone_is_not_called_running(run_dir):
     rewrite_status(run_dir, state="running", exit_code=None)
     assert overview.read_run(run_dir).state == "killed"
     held = RunFolder(run_dir)
@@ -89,7 +87,7 @@ def test_a_run_whose_process_is_gone_is_not_called_running(run_dir: Path) -> Non
     assert overview.read_run(run_dir).state == "killed"
 
 
-def test_who_only_looks_keeps_no_run_from_starting(run_dir: Path) -> None:
+def test_who_only_looks_keeps_no_run_from_starting(run_dir):
     """A table of runs that is shown every few seconds looks whether the lock is held, by taking a share of it."""
     with open(run_dir / "run.lock") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -97,7 +95,7 @@ def test_who_only_looks_keeps_no_run_from_starting(run_dir: Path) -> None:
         RunFolder(run_dir).close()
 
 
-def test_the_time_left_of_a_running_run_counts_down(run_dir: Path) -> None:
+def test_the_time_left_of_a_running_run_counts_down(run_dir):
     rewrite_status(run_dir, state="running")
     last = launch.events(run_dir, "step")[-1]
     last |= {"time": time.time() - 30, "remaining_seconds": 100.0, "step": 12}
@@ -109,7 +107,7 @@ def test_the_time_left_of_a_running_run_counts_down(run_dir: Path) -> None:
     assert remaining == pytest.approx(70, abs=3)
 
 
-def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir: Path) -> None:
+def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir):
     rewrite_status(run_dir, state="failed", exit_code=76)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write("not json\n")
@@ -118,9 +116,7 @@ def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir:
     assert "not JSON" in said.splitlines()[-1]
 
 
-def test_what_this_user_may_not_read_hides_no_run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
     """As lost+found, where runs have a disk of their own, and another user's run."""
     runs = run_dir.parent
     shutil.copytree(run_dir, runs / "lost+found")
@@ -148,7 +144,7 @@ def test_what_this_user_may_not_read_hides_no_run(
     assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 
-def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
+def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path):
     assert call("status", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
     assert "no runs in" in call("status", "--checkpoint_dir", tmp_path)[1]
     for words in (["--checkpoint_dir", "nowhere"], ["--watch", "0"], ["--watch", "1", "--json"]):
@@ -156,7 +152,7 @@ def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None
         assert (code, said, error.count("\n")) == (2, "", 1)
 
 
-def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
+def test_watch_shows_again_until_it_is_interrupted(run_dir):
     command = [*launch.words_of("status"), "--watch=0.1"]
     command += [f"--checkpoint_dir={run_dir.parent}"]
     # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.

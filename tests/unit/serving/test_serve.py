@@ -30,17 +30,17 @@ HELLO = [{"role": "user", "content": "Count 3"}]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     return served.train(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
-def tuned(runs: Path) -> Completer:
+def tuned(runs) -> Completer:
     return served.completer(runs, "tuned")
 
 
 @pytest.fixture(scope="module")
-def port(tuned: Completer) -> Iterator[int]:
+def port(tuned) -> Iterator[int]:
     with served.in_thread(tuned) as port:
         yield port
 
@@ -52,7 +52,7 @@ def text(port: int, **more: Any) -> Any:
 # -- what is answered ------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_is_the_text_that_sample_draws(port: int, runs: Path) -> None:
+def test_a_completion_is_the_text_that_sample_draws(port, runs):
     found = text(port, max_tokens=12, temperature=0.8, top_p=0.9)
     flags = ["--prompt=Hello", "--seed=7", "--max_new_tokens=12", "--temperature=0.8"]
     done = launch.call(
@@ -66,7 +66,7 @@ def test_a_completion_is_the_text_that_sample_draws(port: int, runs: Path) -> No
     assert text(port, max_tokens=12, temperature=0.8, top_p=0.9, prompt=ids)["choices"] == [choice]
 
 
-def test_prompts_and_choices_are_numbered_and_do_not_depend_on_their_place(port: int) -> None:
+def test_prompts_and_choices_are_numbered_and_do_not_depend_on_their_place(port):
     many = text(port, prompt=["Hello", "you"], n=3, max_tokens=4, temperature=0)["choices"]
     assert [one["index"] for one in many] == list(range(6))
     for place, prompt in ((0, "Hello"), (3, "you")):
@@ -76,7 +76,7 @@ def test_prompts_and_choices_are_numbered_and_do_not_depend_on_their_place(port:
     assert len({one["text"] for one in drawn}) == 3
 
 
-def test_a_stream_joined_is_the_answer_in_one(port: int) -> None:
+def test_a_stream_joined_is_the_answer_in_one(port):
     body = {"model": "tuned", "seed": 3, "n": 2, "max_tokens": 20, "temperature": 2}
     for path, more in ((TEXT, {"prompt": "Hi"}), (CHAT, {"messages": HELLO})):
         full = answer(port, path, body | more)
@@ -100,7 +100,7 @@ def test_a_stream_joined_is_the_answer_in_one(port: int) -> None:
             assert [end for end in ends if end] == [ends[-1]] == [choice["finish_reason"]]
 
 
-def test_a_chat_uses_the_template_and_ends_with_the_context(port: int, tuned: Completer) -> None:
+def test_a_chat_uses_the_template_and_ends_with_the_context(port, tuned):
     body = {"model": "tuned", "seed": 1, "temperature": 0}
     found = answer(port, CHAT, body | {"messages": HELLO})
     prompt = "<|endoftext|>### Instruction:\nCount 3\n\n### Response:\n"
@@ -114,7 +114,7 @@ def test_a_chat_uses_the_template_and_ends_with_the_context(port: int, tuned: Co
     assert again["choices"] == found["choices"]
 
 
-def test_a_stop_text_ends_an_answer_and_is_not_in_it(port: int) -> None:
+def test_a_stop_text_ends_an_answer_and_is_not_in_it(port):
     whole = text(port, max_tokens=20)["choices"][0]["text"]
     stop = whole[7:10]
     (found,) = text(port, max_tokens=20, stop=["never there", stop])["choices"]
@@ -129,7 +129,7 @@ def push(text: str, *stop: str) -> tuple[list[str], Choice]:
     return [choice.push(id) for id in [*GPT2.encode(text), GPT2.end_of_text]], choice
 
 
-def test_no_character_and_no_stop_text_is_sent_in_parts() -> None:
+def test_no_character_and_no_stop_text_is_sent_in_parts():
     parts, choice = push("naïve 🙂🙃 日本語 — ok")
     assert "".join(parts) == choice.text == "naïve 🙂🙃 日本語 — ok"
     assert len(list(filter(None, parts))) < len(parts)  # several tokens make a character
@@ -143,7 +143,7 @@ def test_no_character_and_no_stop_text_is_sent_in_parts() -> None:
     assert choice.finish == "length"
 
 
-def test_the_model_is_listed(port: int) -> None:
+def test_the_model_is_listed(port):
     status, _, listed = ask(port, "GET", "/v1/models")
     (card,) = json.loads(listed)["data"]
     assert (status, card["id"], card["max_model_len"], card["can_chat"]) == (200, "tuned", 64, True)
@@ -201,7 +201,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_gets_openai_s_error_object(port: int, name: str) -> None:
+def test_a_bad_request_gets_openai_s_error_object(port, name):
     path, body, status, says = BAD[name]
     if isinstance(body, dict) and name != "no model":
         body = {"model": "tuned", **body}
@@ -213,14 +213,14 @@ def test_a_bad_request_gets_openai_s_error_object(port: int, name: str) -> None:
     assert error["type"] == "invalid_request_error"
 
 
-def test_an_empty_system_message_is_none_as_in_training(port: int) -> None:
+def test_an_empty_system_message_is_none_as_in_training(port):
     body = {"model": "tuned", "max_tokens": 4}
     plain = answer(port, CHAT, body | {"messages": HELLO})["usage"]
     empty = [{"role": "system", "content": " "}, *HELLO]
     assert answer(port, CHAT, body | {"messages": empty})["usage"] == plain
 
 
-def test_what_changes_nothing_may_be_sent(port: int) -> None:
+def test_what_changes_nothing_may_be_sent(port):
     plain = text(port, max_tokens=4)["choices"]
     more = {"echo": False, "best_of": 1, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
     assert text(port, max_tokens=4, logit_bias={}, suffix=None, **more)["choices"] == plain
@@ -261,7 +261,7 @@ BODIES = st.fixed_dictionaries(
 
 @settings(max_examples=int(os.environ.get("FUZZ", "25")), deadline=None)
 @given(path=st.sampled_from([TEXT, CHAT]), body=BODIES | VALUES | st.binary(max_size=40))
-def test_no_body_makes_the_server_fail(port: int, path: str, body: Any) -> None:
+def test_no_body_makes_the_server_fail(port, path, body):
     if isinstance(body, dict) and "model" not in body:
         body = {"model": "tuned", **body}
     status, headers, said = ask(port, "POST", path, body)
@@ -272,7 +272,7 @@ def test_no_body_makes_the_server_fail(port: int, path: str, body: Any) -> None:
         assert ("error" in json.loads(said)) == (status != 200)
 
 
-def test_a_model_that_was_not_tuned_completes_but_does_not_chat(runs: Path) -> None:
+def test_a_model_that_was_not_tuned_completes_but_does_not_chat(runs):
     with served.in_thread(served.completer(runs, "base")) as port:
         assert answer(port, TEXT, {"model": "base", "prompt": ""})["usage"]["prompt_tokens"] == 1
         status, _, said = ask(port, "POST", CHAT, {"model": "base", "messages": HELLO})
@@ -283,7 +283,7 @@ def test_a_model_that_was_not_tuned_completes_but_does_not_chat(runs: Path) -> N
 # -- who may ask -----------------------------------------------------------------------------------------------------
 
 
-def test_other_sites_may_not_use_a_browser_of_this_machine(port: int) -> None:
+def test_other_sites_may_not_use_a_browser_of_this_machine(port):
     body = {"model": "tuned", "prompt": "a", "max_tokens": 1}
     own = f"127.0.0.1:{port}"
     for headers in (
@@ -302,7 +302,7 @@ def test_other_sites_may_not_use_a_browser_of_this_machine(port: int) -> None:
         assert ask(port, "POST", TEXT, body, **headers)[0] == 200
 
 
-def test_a_token_is_demanded_from_all_but_the_page(tuned: Completer) -> None:
+def test_a_token_is_demanded_from_all_but_the_page(tuned):
     body = {"model": "tuned", "prompt": "a", "max_tokens": 1}
     with served.in_thread(tuned, token="s3cret") as port:
         for given in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
@@ -343,9 +343,7 @@ def test_a_token_is_demanded_from_all_but_the_page(tuned: Completer) -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_said_before_torch_is_loaded(
-    flags: list[str], token: str | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_said_before_torch_is_loaded(flags, token, says, monkeypatch):
     monkeypatch.delenv("GPT2LAB_API_KEY", raising=False)
     if token is not None:
         monkeypatch.setenv("GPT2LAB_API_KEY", token)
@@ -356,7 +354,7 @@ def test_what_cannot_be_served_is_said_before_torch_is_loaded(
     assert says in str(error.value)
 
 
-def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"no package uvicorn: pip install .*extra serve"):
         main(["serve", "no_run"])
@@ -397,9 +395,7 @@ def requests(port: int) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_text_and_its_place_in_the_queue(
-    stream: bool, tuned: Completer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_ends_its_text_and_its_place_in_the_queue(stream, tuned, monkeypatch):
     held = Held(tuned, monkeypatch)
     with served.in_thread(tuned) as port:
         first = begin(port, stream=stream)
@@ -418,7 +414,7 @@ def test_a_client_that_leaves_ends_its_text_and_its_place_in_the_queue(
         assert text(port, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_more_than_may_wait_are_rejected(tuned: Completer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_may_wait_are_rejected(tuned, monkeypatch):
     held = Held(tuned, monkeypatch)
     with served.in_thread(tuned, max_waiting=2) as port:
         begun = []
@@ -435,12 +431,7 @@ def test_more_than_may_wait_are_rejected(tuned: Completer, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_of_the_model_is_an_error_object(
-    stream: bool,
-    tuned: Completer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_of_the_model_is_an_error_object(stream, tuned, monkeypatch, capsys):
     def fail(*words: Any) -> Iterator[list[int]]:
         yield GPT2.encode("a")
         raise RuntimeError("the card is gone")
@@ -456,7 +447,7 @@ def test_a_failure_of_the_model_is_an_error_object(
     assert "the card is gone" in capsys.readouterr().err
 
 
-def test_a_temperature_that_no_softmax_survives_is_rejected() -> None:
+def test_a_temperature_that_no_softmax_survives_is_rejected():
     check_sampling(SamplingParams(temperature=1e-5))
     with pytest.raises(ConfigError, match="must be 0, or at least 1e-5"):
         check_sampling(SamplingParams(temperature=1e-40))

@@ -35,7 +35,7 @@ def open_tensorboard(run_dir: Path) -> EventAccumulator:
     return accumulator
 
 
-def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
+def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path):
     works_with("tensorboard", version("tensorboard"), "curves, texts and settings read back")
     more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
     pretrain(parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
@@ -60,7 +60,7 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
 
 
-def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path) -> None:
+def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path):
     common = [*tiny_flags, "--max_steps=4", "--eval_freq=4", "--use_tensorboard", "--run_name"]
     pretrain(parse([*common, "plain"]))
     pretrain(parse([*common, "watched", "--histogram_freq=3"]))
@@ -90,7 +90,7 @@ def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path)
     assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
 
 
-def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> None:
+def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path):
     weights = {
         "nan": torch.tensor([1.0, math.nan]),
         "infinite": torch.tensor([1.0, math.inf]),
@@ -113,7 +113,7 @@ def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> Non
     assert (found.num, sum(found.bucket)) == (6, 6)
 
 
-def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> None:
+def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path):
     with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
         pretrain(parse([*tiny_flags, "--histogram_freq=5"]))
     assert not (tmp_path / "runs").exists()
@@ -121,7 +121,7 @@ def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> No
     assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
 
 
-def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:
+def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path):
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
@@ -134,7 +134,7 @@ def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> No
     assert settings["dtype"].string_value == "fp32"
 
 
-def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
+def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path):
     common = [*tiny_flags, "--use_tensorboard"]
     pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
     time.sleep(
@@ -151,7 +151,7 @@ def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tm
     assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
 
 
-def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path) -> None:
+def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
 
@@ -170,7 +170,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, tiny_flags: list[str]) -> Path:
+def run_dir(tmp_path, tiny_flags) -> Path:
     """Return a run of four steps that was stopped after three, went back to step 2, and was mirrored all along."""
     flags = [*tiny_flags, "--vocab_size=50304", "--sample_tokens=2", "--use_tensorboard"]
     flags += ["--max_steps=4", "--checkpoint_freq=1", "--eval_freq=2", "--sample_freq=2"]
@@ -179,9 +179,7 @@ def run_dir(tmp_path: Path, tiny_flags: list[str]) -> Path:
     return tmp_path / "runs" / "tiny"
 
 
-def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(run_dir, tmp_path):
     own = points(run_dir / "tensorboard")
     assert [step for step, _ in own["Loss/train"]] == [1, 2, 3, 4]
     assert "tensorboard: 9 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
@@ -195,7 +193,7 @@ def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
 
 
-def test_a_run_that_goes_on_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_left_alone(run_dir, tmp_path):
     before = sorted((run_dir / "tensorboard").iterdir())
     with contextlib.closing(RunFolder(run_dir)):
         code, line = ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
@@ -203,7 +201,7 @@ def test_a_run_that_goes_on_is_left_alone(run_dir: Path, tmp_path: Path) -> None
     assert sorted((run_dir / "tensorboard").iterdir()) == before
 
 
-def test_what_is_not_a_run_is_rejected(tmp_path: Path) -> None:
+def test_what_is_not_a_run_is_rejected(tmp_path):
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     assert "no run of this name" in ask("runs rebuild-tensorboard", "nothing", folder=tmp_path)[1]
     assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]

@@ -26,7 +26,7 @@ def show(folder: Path, *words: object) -> tuple[int, str, str]:
     return script("runs tensorboard", "--checkpoint_dir", folder, *words)
 
 
-def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
+def test_a_server_is_started_once_and_ended_alone(tmp_path):
     port = free_port()
     try:
         code, said, error = show(tmp_path, "--port", port)
@@ -54,7 +54,7 @@ def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
     assert show(tmp_path, "--stop")[1] == "no TensorBoard of this folder is running\n"
 
 
-def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
+def test_a_pid_file_left_behind_ends_nobody(tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         content = {"pid": bystander.pid, "port": 6006}
@@ -67,7 +67,7 @@ def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
         bystander.wait()
 
 
-def test_what_cannot_be_shown_is_rejected_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_rejected_in_one_line(tmp_path):
     for folder, words, message in (
         (tmp_path / "nowhere", [], "no such folder"),
         (tmp_path, ["--port", 0], "must be from 1 to 65535"),

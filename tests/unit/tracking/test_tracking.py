@@ -58,7 +58,7 @@ HANGS = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> tuple[list[str], Path]:
+def plain(tmp_path_factory, tiny_data) -> tuple[list[str], Path]:
     """Return flags and the folder of a run without the mirror."""
     runs = tmp_path_factory.mktemp("runs")
     flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--device=cpu"]
@@ -92,9 +92,7 @@ def assert_untouched(run_dir: Path, plain: tuple[list[str], Path]) -> None:
     assert json.loads((run_dir / "status.json").read_text())["state"] == "completed"
 
 
-def test_the_mirror_shows_what_tensorboard_shows(
-    plain: tuple[list[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mirror_shows_what_tensorboard_shows(plain, tmp_path, monkeypatch):
     run_dir = train(plain, tmp_path, RECORDS, monkeypatch)
     options, *logged, end = map(json.loads, (tmp_path / "said").read_text().splitlines())
     assert end == "finished"
@@ -118,13 +116,7 @@ def test_the_mirror_shows_what_tensorboard_shows(
 
 
 @pytest.mark.parametrize("way", FAILS)
-def test_a_failing_mirror_is_said_and_touches_nothing(
-    plain: tuple[list[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    way: str,
-) -> None:
+def test_a_failing_mirror_is_said_and_touches_nothing(plain, tmp_path, monkeypatch, capsys, way):
     run_dir = train(plain, tmp_path, FAILS[way], monkeypatch)
     assert_untouched(run_dir, plain)
     said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
@@ -142,12 +134,8 @@ def test_a_failing_mirror_is_said_and_touches_nothing(
     ],
 )
 def test_a_hanging_mirror_is_left_behind_and_does_not_live_on(
-    plain: tuple[list[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    way: str,
-) -> None:
+    plain, tmp_path, monkeypatch, capsys, way
+):
     began: list[int] = []
     start = tracking.subprocess.Popen
 
@@ -167,11 +155,8 @@ def test_a_hanging_mirror_is_left_behind_and_does_not_live_on(
 
 
 def test_a_library_that_is_missing_is_said_and_the_run_goes_on(
-    plain: tuple[list[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    plain, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(Library, "is_installed", lambda self: False)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--use_wandb"]))
     said = 'warning: no mirror at W&B: it is not installed: pip install "gpt2lab[wandb]"'
@@ -203,7 +188,7 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+def recorder(monkeypatch) -> type[Recorder]:
     Recorder.runs, Recorder.rows, Recorder.where = [], [], "here"
     monkeypatch.setitem(LIBRARIES, "trackio", Library("trackio", "json", Recorder))  # type: ignore[arg-type]
     return Recorder
@@ -235,9 +220,7 @@ def sent(recorder: type[Recorder]) -> list[tuple[int, int]]:
     return rows
 
 
-def test_a_sync_sends_the_highest_attempt_of_each_step_once(
-    recorder: type[Recorder], tmp_path: Path
-) -> None:
+def test_a_sync_sends_the_highest_attempt_of_each_step_once(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), *(("step", 1, n) for n in (1, 2, 3, 4)))
     write_log(tmp_path, ("resume", 2, 2), ("step", 2, 3), ("rewind", 2, 1), ("step", 2, 2))
     assert sync(tmp_path) == 2
@@ -252,9 +235,7 @@ def test_a_sync_sends_the_highest_attempt_of_each_step_once(
     assert len(set(recorder.runs)) == 1
 
 
-def test_what_was_sent_before_a_resume_is_sent_again_only_from_its_step(
-    recorder: type[Recorder], tmp_path: Path
-) -> None:
+def test_what_was_sent_before_a_resume_is_sent_again_only_from_its_step(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1), ("step", 1, 2), ("step", 1, 3))
     sync(tmp_path)
     write_log(tmp_path, ("begin", 2, 1), ("step", 2, 2), ("step", 2, 3))
@@ -263,9 +244,7 @@ def test_what_was_sent_before_a_resume_is_sent_again_only_from_its_step(
     assert sent(recorder) == [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)]
 
 
-def test_a_log_that_was_repaired_is_continued_where_it_was(
-    recorder: type[Recorder], tmp_path: Path
-) -> None:
+def test_a_log_that_was_repaired_is_continued_where_it_was(recorder, tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"damaged\n')
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1), ("step", 1, 2))
@@ -281,7 +260,7 @@ def test_a_log_that_was_repaired_is_continued_where_it_was(
         sync(tmp_path)
 
 
-def test_another_place_gets_everything(recorder: type[Recorder], tmp_path: Path) -> None:
+def test_another_place_gets_everything(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
     sync(tmp_path)
     recorder.where = "there"
@@ -290,8 +269,8 @@ def test_another_place_gets_everything(recorder: type[Recorder], tmp_path: Path)
 
 
 def test_a_library_that_fails_leaves_what_it_did_not_take_for_the_next_time(
-    recorder: type[Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recorder, tmp_path, monkeypatch
+):
     write_log(tmp_path, ("begin", 1, 0), *(("step", 1, n) for n in range(1, 121)))
 
     def fail(self: Recorder, rows: Sequence[Row]) -> None:
@@ -309,7 +288,7 @@ def test_a_library_that_fails_leaves_what_it_did_not_take_for_the_next_time(
     assert [row.step for row in recorder.rows] == list(range(1, 121))
 
 
-def test_two_processes_never_send_the_same_run(recorder: type[Recorder], tmp_path: Path) -> None:
+def test_two_processes_never_send_the_same_run(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
     (tmp_path / "trackers").mkdir()
     with open(tmp_path / "trackers" / "trackio.lock", "w") as file:
@@ -319,16 +298,14 @@ def test_two_processes_never_send_the_same_run(recorder: type[Recorder], tmp_pat
     assert sync(tmp_path) == 1
 
 
-def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_taken_out_of_messages(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     said = without_secrets("401 for 0123456789abcdef at https://me:hunter2@host/x?y")
     assert said == "401 for *** at https://***@host/x?y"
 
 
 @pytest.mark.parametrize("key", ["variable", "netrc", "none"])
-def test_wandb_is_offline_where_there_is_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_wandb_is_offline_where_there_is_no_key(tmp_path, monkeypatch, key):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -341,7 +318,7 @@ def test_wandb_is_offline_where_there_is_no_key(
     assert WandB().place(tmp_path) == expected
 
 
-def test_the_old_flag_is_one_of_the_trackers() -> None:
+def test_the_old_flag_is_one_of_the_trackers():
     for flags, expected in (
         ([], ()),
         (["--use_wandb"], ("wandb",)),
@@ -408,11 +385,8 @@ print(json.dumps([found, texts, config["n_embd"]]))
 
 @pytest.mark.slow
 def test_the_libraries_continue_their_runs_and_give_everything_back(
-    plain: tuple[list[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    plain, tmp_path, monkeypatch, capsys
+):
     names = list(READ_BACK)
     for name in os.environ:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
