@@ -220,7 +220,12 @@ def _temporary(path: Path, *, make: Callable[[Path], None]) -> Iterator[Path]:
     while True:
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         make(temporary)
-        if (descriptor := _open_locked(temporary, fcntl.LOCK_EX)) is not None:
+        try:
+            descriptor = _open_locked(temporary, fcntl.LOCK_EX)
+        except OSError:
+            _remove(temporary)
+            raise
+        if descriptor is not None:
             break  # else it was taken for a leftover in the instant before it was locked
     try:
         yield temporary

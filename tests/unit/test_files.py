@@ -66,6 +66,16 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_pat
     assert names(tmp_path) == stays - {live.name}
 
 
+def test_a_temporary_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files, "_open_locked", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_durably(tmp_path / "new", "content")
+    assert names(tmp_path) == set()
+
+
 def test_two_writers_of_one_file_do_not_sweep_each_other_away(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
