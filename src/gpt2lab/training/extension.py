@@ -66,7 +66,10 @@ class Extension:
         """Called before update `step`, when its gradients are complete; not counted as time of the step."""
 
     def ended(self, reason: str | None, error: BaseException | None) -> None:
-        """Called when all is on disk; `reason`: of a stop, None: the run is complete, or `error` ended it."""
+        """Called when all but the final status is on disk.
+
+        `reason`: of a stop; None: the run is complete, or `error` ended it.
+        """
 
 
 class Extensions:

@@ -324,15 +324,16 @@ def _train(
             if folder:
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
                 extensions.started(run)
-            reason = _run_to_end(components, services)
+            reason, step = _run_to_end(components, services)
+            heartbeat.close()
+            extensions.ended(reason, None)
+            runtime.on_rank_zero(lambda: _write_end(folder, reason, step))
         except BaseException as error:
             if folder and not isinstance(error, FolderLostError):  # another start may write there
                 _record_failure(folder, logger, error)
             heartbeat.close()
             extensions.ended(None, error)
             raise
-        heartbeat.close()
-        extensions.ended(reason, None)
         if folder and signals.level < 2:  # a second signal skips the report
             try:
                 logger.say(summary.describe_run(start.run_dir))
@@ -340,8 +341,8 @@ def _train(
                 logger.say(f"warning: no summary of the run: {error}")
 
 
-def _run_to_end(components: Components, services: _Services) -> str | None:
-    """Train to the last step or to a stop; return the reason of the stop, None at the end."""
+def _run_to_end(components: Components, services: _Services) -> tuple[str | None, int]:
+    """Train to the last step or to a stop; return the reason of the stop, None at the end, and the step."""
     runtime, config = components.runtime, components.start.config
     runtime.on_rank_zero(lambda: announce(components, services.folder, services.logger))
     components.strategy.warm_up_reducer(
@@ -356,8 +357,8 @@ def _run_to_end(components: Components, services: _Services) -> str | None:
         trainer = Trainer(components, session, saver=saver, evaluator=evaluator)
         reason = trainer.fit()
     step = trainer.state.step
-    runtime.on_rank_zero(lambda: _conclude(services.folder, services.logger, reason, step))
-    return reason
+    runtime.on_rank_zero(lambda: _flush_end(services.logger, reason, step))
+    return reason, step
 
 
 def _open_session(components: Components, services: _Services) -> Session:
@@ -390,20 +391,21 @@ def _peak_flops(runtime: Runtime, planner: Planner | None) -> float | None:
     return peak * runtime.world_size if peak else None
 
 
-def _conclude(
-    folder: RunFolder | None, logger: MetricsLogger, reason: str | None, step: int
-) -> None:
-    """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed.
+def _flush_end(logger: MetricsLogger, reason: str | None, step: int) -> None:
+    """Wait on rank 0 until all events of a complete run are on disk, because a power cut may spare its status.
 
-    Raises: SaveError if the run has come to its end and events of it are not on disk.
+    Raises: SaveError if they are not.
     """
-    assert folder is not None
     faultpoint("end.after_done", step)
     if reason is None and (problem := logger.flush()):
-        # A power cut that spares the status must spare them.
         raise SaveError(
             f"{problem}; free space, or repair the disk, and resume: it does what is missing"
         )
+
+
+def _write_end(folder: RunFolder | None, reason: str | None, step: int) -> None:
+    """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed."""
+    assert folder is not None
     faultpoint("end.before_status", step)
     folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)
 

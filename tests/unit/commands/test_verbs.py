@@ -103,7 +103,7 @@ def test_the_help_of_a_verb_within_a_verb(capsys):
 
 def test_arguments_come_before_flags(capsys):
     text = shown(capsys, "ablate", "--help")
-    assert re.search(r"\n\nSETTINGS is a file with one setting a line", text)
+    assert re.search(r"\n\nSETTINGS is a file with one setting per line", text)
     assert text.index("\n  SETTINGS ") < text.index("\n  --out ")
 
 

@@ -341,7 +341,7 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run):
 
 
 def test_a_forecast_is_scored(a_run):
-    predicted = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4}
+    predicted = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4, "total_steps": 500}
     speed = {"source": "calibrated", "value": 3.0, "low": 2.0, "high": 4.0}
     document = {"estimate": predicted, "throughput": speed, "memory": None}
     (a_run / forecast.FILE).write_text(json.dumps(document))
@@ -354,3 +354,9 @@ def test_a_forecast_is_scored(a_run):
     assert actual["time_accuracy"] == pytest.approx(100 * 0.3 * 3600 / 1010, rel=0.01)
     assert actual["inside_interval"] is True
     assert "100% inside" in forecast.describe_history(a_run.parent)[1]
+    document["estimate"]["total_steps"] = 400  # its length was changed since
+    (a_run / forecast.FILE).write_text(json.dumps(document))
+    changed = forecast.complete(a_run, history.read_log(a_run))
+    assert changed is not None
+    assert changed["time_accuracy"] is changed["inside_interval"] is None
+    assert "no finished run" in forecast.describe_history(a_run.parent)[1]
