@@ -206,3 +206,13 @@ def test_what_is_not_a_run_is_rejected(tmp_path):
     assert "no run of this name" in ask("runs rebuild-tensorboard", "nothing", folder=tmp_path)[1]
     assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]
     assert list((tmp_path / "runs" / "empty").iterdir()) == []
+
+
+def test_the_files_are_those_of_rank_zero_alone(tiny_run):
+    """TensorBoard looks at gradients before each update, and the other ranks have none of its files."""
+    run = tiny_run()
+    flags = [*run.flags, "--max_steps=2", "--use_tensorboard", "--histogram_freq=1"]
+    done = launch.train_in_forks(flags, world=2)
+    assert done.returncode == 0, done.stderr
+    assert "has ended" not in done.stdout + done.stderr
+    assert list((run.path / "tensorboard").iterdir())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import launch
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.runs import history
@@ -107,13 +106,3 @@ def test_the_error_that_ends_a_run_is_told(
         train(tiny_flags, "ends", witness)
     assert witness.heard[-1] == "ended RuntimeError"
     assert issubclass(ConfigError, GPT2LabError)
-
-
-def test_extensions_observe_rank_zero_alone(tiny_run) -> None:
-    """TensorBoard looks at gradients before each update, and the other ranks have none of its files."""
-    run = tiny_run()
-    flags = [*run.flags, "--max_steps=2", "--use_tensorboard", "--histogram_freq=1"]
-    done = launch.train_in_forks(flags, world=2)
-    assert done.returncode == 0, done.stderr
-    assert "has ended" not in done.stdout + done.stderr
-    assert list((run.path / "tensorboard").iterdir())
