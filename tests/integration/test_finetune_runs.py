@@ -48,7 +48,7 @@ def test_a_run_is_replayed_from_its_own_conversations(folder, tmp_path):
     assert "bitwise as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
     for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
         done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
-        line = "--data_dir: the run was fine-tuned on --instructions; leave it out"
+        line = "--data_dir: the run was fine-tuned on --instructions; omit it"
         assert (done.returncode, line in done.stderr) == (2, True)
 
 

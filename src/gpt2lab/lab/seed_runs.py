@@ -33,6 +33,7 @@ from gpt2lab.errors import (
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
+from gpt2lab.training.stop import PARENT
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -285,16 +286,14 @@ class _Trainers:
 
     def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
         """Train in a fresh process; return its exit code and what it wrote to stderr."""
-        from gpt2lab.training.stop import end_with_parent
-
         run.write_settings()
         trainer = subprocess.Popen(
             [sys.executable, *paths.trainer("train"), *run.trainer_words()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
-            preexec_fn=end_with_parent,  # else a run would continue alone and block the next start
+            # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
+            env={**os.environ, **environment, PARENT: str(os.getpid())},
         )
         self._running.append(trainer)
         if self._stopping.is_set():  # since the caller checked

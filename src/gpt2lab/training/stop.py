@@ -107,7 +107,10 @@ def more_to_abort(number: int, level: int) -> str:
     return "; press twice more to abort" if level == 1 else "; press once more to abort"
 
 
-def end_with_parent() -> None:
+PARENT = "GPT2LAB_PARENT"  # the process that a trainer ends with, if it is no launcher of torch's
+
+
+def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel send SIGTERM when the launcher dies; else its workers train on, and hold their GPUs.
 
     torchrun dies without a word to its workers on SIGKILL, SIGUSR1 and the third Ctrl+C. Linux only.
@@ -115,7 +118,7 @@ def end_with_parent() -> None:
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    parent = os.getppid()
+    parent = parent or os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel knew

@@ -301,7 +301,7 @@ def test_other_units_are_never_compared(tmp_path, folder):
     np.save(other / "tiny_val_000000.npy", make_tokens(650, seed=77))
     ask("evaluate.py", "a", "--val=data2", "--save=others", "--json", folder=folder)
     code, line = ask("compare", "a", "others", folder=folder)
-    assert "(20 windows each, but others)" in line
+    assert "(20 windows each, but different ones)" in line
 
 
 def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path, folder):
