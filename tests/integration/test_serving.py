@@ -41,7 +41,7 @@ def client(address) -> Iterator[openai.OpenAI]:
 
 
 def test_openai_s_client_reads_every_kind_of_answer(client):
-    works_with("openai", version("openai"), "completions, chats and streams of serve.py")
+    works_with("openai", version("openai"), "completions, chats and streams of serve")
     assert [model.id for model in client.models.list()] == ["tuned"]
     assert client.models.retrieve("tuned").owned_by == "gpt2lab"
     asked = {"model": "tuned", "prompt": "Hello", "max_tokens": 12, "seed": 5}
@@ -116,7 +116,7 @@ LAST = "document.querySelector('article:last-child')?.textContent"
 
 @browser.needs_browser
 def test_a_browser_chats(address, client, tmp_path):
-    works_with("Chromium", browser.version(), "the page of serve.py, typed into", compare="name")
+    works_with("Chromium", browser.version(), "the page of serve, typed into", compare="name")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     with browser.page(tmp_path / "profile") as page:
         page.open(f"{address}/", "dark")

@@ -13,6 +13,7 @@ from gpt2lab.training.recipe import PRETRAINING
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(tiny_run, monkeypatch):
     """The step is traced, for its micro-batch; a row alone would be traced as another shape."""
     real = torch.compile

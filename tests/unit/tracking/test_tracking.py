@@ -427,7 +427,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
         ).stdout
 
     def check(name: str) -> None:
-        send = (launch.REPOSITORY / "scripts" / "runs", "sync", run_dir, f"--to={name}")
+        send = (launch.MAIN, "runs", "sync", run_dir, f"--to={name}")
         assert f"events sent to {name}" in call(name, *send)
         assert f"{name} has all events" in call(name, *send)
         found = call(name, "-c", READ_BACK[name]).splitlines()[-1]
