@@ -8,7 +8,7 @@ machine only: the bits of a matrix product depend on the processor. With --begin
 start of every run that reads no other run, so that newer code resumes, evaluates and fine-tunes what older code began.
 
 A recording holds exit codes, every event, the files of the run folder, settings, manifests and state. Times, sizes that
-depend on them, and messages are replaced by `~`, folders by WORK and CHECKOUT. A key that only B has is reported as
+depend on them, and messages are replaced by `~`, folders by FOLDER and CHECKOUT. A key that only B has is reported as
 `added` and is no difference; a new file is one.
 """
 
@@ -46,27 +46,27 @@ TINY = "--n_layer=2 --n_head=2 --n_embd=32 --mini_batch_size=2 --log_freq=1000 -
 FP32 = "--device=cpu --dtype=fp32 --compile=off"
 SAVES = "--eval_freq=4 --checkpoint_freq=4"
 SHAPE = f"{TINY} --context_length=16 --vocab_size={VOCAB} --total_batch_size=128 {FP32}"
-PLAIN = f"{SHAPE} --data_dir=WORK/data"
+PLAIN = f"{SHAPE} --data_dir=FOLDER/data"
 EIGHT = f"{PLAIN} {SAVES} --max_steps=8"
 FIVE = f"{EIGHT} --stop_after_steps=5"
 LATEST = "--resume=latest"
 SPIKE = (
-    f"{SHAPE} --data_dir=WORK/spike --shuffle=none --max_lr=0.01 --warmup_steps=10"
+    f"{SHAPE} --data_dir=FOLDER/spike --shuffle=none --max_lr=0.01 --warmup_steps=10"
     " --max_steps=150 --eval_freq=0 --checkpoint_freq=50"
 )
 VOCABULARY = (
-    f"{TINY} {FP32} --data_dir=WORK/data --context_length=64 --total_batch_size=256 --max_steps=4"
-    " --eval_freq=2 --hellaswag_freq=2 --hellaswag_path=WORK/items.jsonl --sample_freq=2 --sample_tokens=4"
+    f"{TINY} {FP32} --data_dir=FOLDER/data --context_length=64 --total_batch_size=256 --max_steps=4"
+    " --eval_freq=2 --hellaswag_freq=2 --hellaswag_path=FOLDER/items.jsonl --sample_freq=2 --sample_tokens=4"
 )
 FINETUNE = (
-    f"{TINY} {FP32} --init_from=WORK/runs/vocabulary --instructions=WORK/pairs.jsonl"
+    f"{TINY} {FP32} --init_from=FOLDER/runs/vocabulary --instructions=FOLDER/pairs.jsonl"
     " --total_batch_size=256 --max_steps=6 --eval_freq=3 --sample_tokens=2 --max_lr=0.01"
 )
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a program; WORK in `flags` is the recording's folder. `fault` is FAULT of checkpoint/faults.py."""
+    """One start of a program; FOLDER in `flags` is the recording's folder. `fault` is FAULT of checkpoint/faults.py."""
 
     flags: str
     world: int = 1
@@ -89,8 +89,8 @@ def evaluate(flags: str) -> Start:
     return Start(f"{flags} --json", program="scripts/evaluate.py")
 
 
-# {name of the run: its starts}; text is the flags of a start of the trainer. A case that names WORK/runs/NAME waits for
-# that case, which stands above it.
+# {name of the run: its starts}; text is the flags of a start of the trainer. A case that names FOLDER/runs/NAME waits
+# for that case, which is listed above it.
 CASES: dict[str, tuple[Start | str, ...]] = {
     "compiled": (f"{PLAIN} {SAVES} --compile=on --max_steps=4",),
     "vocabulary": (VOCABULARY,),
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Start | str, ...]] = {
     "bf16": (f"{EIGHT} --dtype=bf16",),
     "windows": (f"{PLAIN} {SAVES} --shuffle=windows --max_steps=26",),
     "mixture": (
-        f"{SHAPE} {SAVES} --max_steps=16 --data_dir WORK/data:0.6 WORK/other:0.4"
+        f"{SHAPE} {SAVES} --max_steps=16 --data_dir FOLDER/data:0.6 FOLDER/other:0.4"
         " --data_weights_at 1000:0.1,0.9 --stop_after_steps=9",
         LATEST,
     ),
@@ -130,15 +130,15 @@ CASES: dict[str, tuple[Start | str, ...]] = {
     "max_tokens": (f"{PLAIN} {SAVES} --max_tokens=700",),
     "num_epochs": (f"{PLAIN} {SAVES} --num_epochs=1.2 --keep_checkpoints=2",),
     "watched": (f"{EIGHT} --use_tensorboard --histogram_freq=4 --keep_token_losses",),
-    "mirror": (f"{EIGHT} --checkpoint_mirror=file://WORK/mirror",),
-    "config_file": ("--config=WORK/runs/plain/config.json --max_steps=8",),
-    "init_from": (f"{EIGHT} --init_from=WORK/runs/plain",),
+    "mirror": (f"{EIGHT} --checkpoint_mirror=file://FOLDER/mirror",),
+    "config_file": ("--config=FOLDER/runs/plain/config.json --max_steps=8",),
+    "init_from": (f"{EIGHT} --init_from=FOLDER/runs/plain",),
     "rejected": (f"{EIGHT} --total_batch_size=100", f"{EIGHT} --max_stepz=3"),
     "evaluated": (
-        evaluate("WORK/runs/plain"),
-        evaluate("WORK/runs/plain/step_00000020 --val=WORK/other"),
+        evaluate("FOLDER/runs/plain"),
+        evaluate("FOLDER/runs/plain/step_00000020 --val=FOLDER/other"),
     ),
-    "evaluated_hellaswag": (evaluate("WORK/runs/vocabulary --hellaswag"),),
+    "evaluated_hellaswag": (evaluate("FOLDER/runs/vocabulary --hellaswag"),),
     "lora": (tune(f"{FINETUNE} --lora_r=2 --stop_after_steps=4"), tune(LATEST)),
     "finetuned": (tune(FINETUNE),),
 }
@@ -168,7 +168,7 @@ def run_start(start: Start, name: str, work: Path, checkout: Path) -> dict[str, 
     if start.world > 1:
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={start.world}"
         command += torchrun.split()
-    command += [start.program, *start.flags.replace("WORK", str(work)).split()]
+    command += [start.program, *start.flags.replace("FOLDER", str(work)).split()]
     command += [f"--checkpoint_dir={work / 'runs'}"]
     if start.program.startswith("src/"):
         command += [f"--run_name={name}"]
@@ -253,13 +253,13 @@ def record_case(name: str, work: Path, begin_with: Path, checkout: Path) -> dict
         recording["failed"] = repr(error)
     codes = [start["exit_code"] for start in recording["starts"]]
     print(name, codes, f"{time.monotonic() - began:.0f} s", recording.get("failed", ""), flush=True)
-    names = {str(work): "WORK", str(checkout): "CHECKOUT", str(begin_with): "CHECKOUT"}
+    names = {str(work): "FOLDER", str(checkout): "CHECKOUT", str(begin_with): "CHECKOUT"}
     return normalize(recording, names)
 
 
 def needs(name: str) -> set[str]:
     """Return the cases whose runs a case reads."""
-    return set(re.findall(r"WORK/runs/(\w+)", repr(CASES[name])))
+    return set(re.findall(r"FOLDER/runs/(\w+)", repr(CASES[name])))
 
 
 def record(wanted: list[str], work: Path, begin_with: Path, checkout: Path) -> dict[str, Any]:

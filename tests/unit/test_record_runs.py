@@ -77,8 +77,8 @@ def test_added_keys_are_reported_once_and_are_no_difference(
 
 def test_what_depends_on_the_clock_and_the_folders_is_not_recorded() -> None:
     event = {"time": 1.5, "step_seconds": 2.0, "hang_seconds": 600.0, "path": "/a/b/runs"}
-    assert record_runs.normalize([event], {"/a/b": "WORK"}) == [
-        {"time": "~", "step_seconds": "~", "hang_seconds": 600.0, "path": "WORK/runs"}
+    assert record_runs.normalize([event], {"/a/b": "FOLDER"}) == [
+        {"time": "~", "step_seconds": "~", "hang_seconds": 600.0, "path": "FOLDER/runs"}
     ]
 
 
