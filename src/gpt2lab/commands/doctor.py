@@ -53,13 +53,15 @@ class Doctor(JobFlags):
 
 
 def main(argv: list[str]) -> int:
-    """Print what was found, or one JSON object; return 3 if the run that flags describe does not fit.
+    """Print what was found, or one JSON object; return 2 if torch cannot use the GPUs, 3 if a run does not fit.
 
     Raises: ConfigError for settings that cannot work, or a run that does not exist.
     """
     flags = parse_flags(Doctor, argv, about=__doc__, common=_COMMON)
     gpus = machine.detect_hardware().gpus
     facts: dict[str, Any] = {"versions": _versions(), "machine": _machine(gpus)}
+    unseen = processor.unseen_gpus() if gpus else None
+    facts["machine"]["unusable_gpus"] = unseen
     if flags.run is not None:
         facts["run"] = _run(flags.run, flags.checkpoint_dir)
     needs = _predict(flags) if _describes_a_run(flags) else None
@@ -74,6 +76,8 @@ def main(argv: list[str]) -> int:
         print(_without_names(_about_gpus(gpus)))
         if needs is not None:
             print(_about_memory(needs[0]))
+    if unseen:
+        return 2
     return 3 if needs is not None and needs[0].memory.fits is False else 0
 
 
@@ -205,7 +209,7 @@ def _bf16(gpu: GpuState) -> str:
 
 
 def _topology(gpus: tuple[GpuState, ...]) -> str:
-    return machine.smi("topo", "-m").rstrip() if len(gpus) > 1 else ""
+    return processor.smi("topo", "-m").rstrip() if len(gpus) > 1 else ""
 
 
 # -- memory of a run -------------------------------------------------------------------------------------------------

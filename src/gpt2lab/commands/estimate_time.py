@@ -104,6 +104,8 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     estimated = alternatives.fit_memory if request.mini_batch_size is None else Predictor.predict
     found = estimated(predictor, predictor.job(profile), profile)
     job, warnings = found.job, _warnings(found)
+    if predictor.unseen:
+        warnings.insert(0, f"predicted for the processor: {predictor.unseen}")
     rows = alternatives.scaling(predictor, found, profile, request.scaling)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False

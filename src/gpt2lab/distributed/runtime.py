@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from gpt2lab.config.schema import SystemConfig
-from gpt2lab.distributed.processor import has_bf16
+from gpt2lab.distributed.processor import has_bf16, unseen_gpus
 from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
 
 T = TypeVar("T")
@@ -64,6 +64,8 @@ class Runtime:
         # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same. A run
         # that was compiled in this process may have left another precision.
         torch.set_float32_matmul_precision("highest")
+        if system.device != "cpu" and not torch.cuda.is_available() and (why := unseen_gpus()):
+            raise ConfigError(why)
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
             _keep_freed_memory()
             _use_deterministic_kernels()  # free on a CPU; without it compiled code adds atomically

@@ -16,6 +16,7 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
+from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, hardware, measuring
 from gpt2lab.planner.estimate import (
@@ -61,7 +62,12 @@ def free_memory(system: SystemConfig) -> float | None:
 
 
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
-    """Return what a rank of a run needs, compared with what is free on this machine."""
+    """Return what a rank of a run needs, compared with what is free on this machine.
+
+    Raises: ConfigError if the machine has GPUs that torch cannot use.
+    """
+    if config.system.device != "cpu" and (why := unseen_gpus()):
+        raise ConfigError(why)
     detected = detect_hardware(device=config.system.device)
     job = job_on(detected, config, plan, train_tokens)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))

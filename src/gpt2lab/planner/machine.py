@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab.distributed import processor
+from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.hardware import Gpu, Hardware, Link
 from gpt2lab.planner.timing import Rates, roofline
@@ -81,39 +80,52 @@ class DetectedHardware:
 
 
 _PROC_STAT = Path("/proc/stat")
-_QUERY = (
-    "index,name,memory.total,memory.free,utilization.gpu,driver_version,compute_cap,power.draw,"
-    "clocks.sm,clocks_event_reasons.active,uuid"
+# An older driver may not know a field of the later groups, and then answers nothing at all.
+_FIELDS = (
+    ("index", "name", "memory.total", "memory.free", "driver_version", "uuid"),
+    ("utilization.gpu", "compute_cap"),
+    ("power.draw", "clocks.sm"),
+    ("clocks_event_reasons.active",),
 )
 
 
 def detect_hardware(*, device: str = "auto") -> DetectedHardware:
     """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process; none if `device` is cpu.
 
-    There are none without a driver, or without an answer in five seconds.
+    There are none without a driver, or without an answer in 20 seconds.
     """
     if device == "cpu":
         return DetectedHardware(())
-    text = smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
-    found: dict[str, GpuState] = {}  # by UUID
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) < 11 or not cells[0].isdigit():
-            continue
-        number = [_number(cell) for cell in cells]
-        found[cells[10]] = GpuState(
-            index=int(cells[0]),
-            name=cells[1],
-            memory_total=(number[2] or 0.0) * 2**20,
-            memory_free=(number[3] or 0.0) * 2**20,
-            utilization=number[4],
-            driver=cells[5],
-            capability=_known(cells[6]),
-            power=_known(cells[7]),
-            clock=_known(cells[8]),
-            throttle=_known(cells[9]),
+    rows = _query(*_FIELDS)
+    if not rows:  # one field that this driver does not know hides all
+        rows, *others = (_query(fields) for fields in _FIELDS)
+        for answer in others:
+            rows = [one | more for one, more in zip(rows, answer or [{}] * len(rows), strict=True)]
+    found = {
+        row["uuid"]: GpuState(
+            index=int(row["index"]),
+            name=row["name"],
+            memory_total=(_number(row["memory.total"]) or 0.0) * 2**20,
+            memory_free=(_number(row["memory.free"]) or 0.0) * 2**20,
+            utilization=_number(row.get("utilization.gpu", "")),
+            driver=row["driver_version"],
+            capability=_known(row.get("compute_cap", "")),
+            power=_known(row.get("power.draw", "")),
+            clock=_known(row.get("clocks.sm", "")),
+            throttle=_known(row.get("clocks_event_reasons.active", "")),
         )
+        for row in rows
+        if row["index"].isdigit()
+    }
     return DetectedHardware(_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _query(*groups: tuple[str, ...]) -> list[dict[str, str]]:
+    """Return the fields of each GPU as nvidia-smi prints them; nothing if it does not know one of them."""
+    names = [name for group in groups for name in group]
+    text = smi(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(names, cells, strict=True)) for cells in rows if len(cells) == len(names)]
 
 
 def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, ...]:
@@ -141,18 +153,6 @@ def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, 
             break
         visible.append(gpu)
     return tuple(visible)
-
-
-def smi(*arguments: str) -> str:
-    """Return what nvidia-smi prints, or nothing."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        answer = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
 
 
 def _number(cell: str) -> float | None:

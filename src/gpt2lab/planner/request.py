@@ -24,6 +24,7 @@ from gpt2lab.config.settings import (
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order
+from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
@@ -380,6 +381,9 @@ class Predictor:
         self.request, self.hardware = request, known
         self.gpu = known.gpu(request.gpu) if request.gpu is not None else None
         self.detected = detect_hardware() if self.gpu is None else DetectedHardware(())
+        self.unseen = unseen_gpus() if self.detected.gpus else None  # training would be refused
+        if self.unseen:
+            self.detected = DetectedHardware(())
         self.records = calibration.read(request.folder())
         self.is_cpu = self.gpu is None and self.detected.is_cpu
         self.world_size = request.gpus or max(1, len(self.detected.gpus))

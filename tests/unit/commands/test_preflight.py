@@ -19,6 +19,7 @@ import launch
 from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight, trials
 from gpt2lab.config.settings import override
+from gpt2lab.distributed import processor
 from gpt2lab.training.resolve import resolve
 from tiny import parse
 from whole_run import Run
@@ -130,6 +131,7 @@ def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path,
     row = "0, A New GPU, 20000, 10000, 0, 600.1, 13.0, [N/A], [N/A], [N/A], GPU-1"
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{row}'\n")
+    monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", "12.8"))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -6,9 +6,16 @@ import json
 import sys
 
 import pytest
+import torch
 
 from gpt2lab.commands import doctor
+from gpt2lab.config.schema import SystemConfig
+from gpt2lab.distributed import processor
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import ConfigError
 from gpt2lab.planner import machine
+
+BUILD = processor.build_of_torch
 
 # Answers any --query-gpu with the columns that it asks for: a full card of another job, and two free ones.
 FAKE = """#!{python}
@@ -33,6 +40,7 @@ def _three_cards(tmp_path, monkeypatch) -> None:
     program.write_text(FAKE.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", "12.8"))
 
 
 @pytest.mark.parametrize(
@@ -78,3 +86,47 @@ def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     assert (card["memory_free"], card["memory_total"], card["peak_flops"]) == (None, None, None)
     doctor.main([])
     assert "n/a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "named"),
+    [
+        ("13.0", "550.54", ["580", "cu126", "--device cpu"]),
+        ("13.0", "515.1", ["580", "--device cpu"]),
+        (None, "550.54", ["580", "cu126", "--device cpu"]),
+        (None, "590.1", ["cu130", "--device cpu"]),
+        ("13.0", "580.65.06", None),
+        ("12.6", "525.1", None),
+    ],
+)
+def test_a_driver_too_old_for_torch_is_named_with_the_fix(
+    monkeypatch, tmp_path, cuda, driver, named
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(program.read_text().replace("570.1", driver))
+    monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", cuda))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = processor.unseen_gpus()
+    assert (found is None) == (named is None)
+    assert all(word in str(found) for word in named or ())
+    assert doctor.main([]) == (0 if named is None else 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no card")
+def test_a_run_does_not_train_on_the_processor_beside_a_card_that_torch_cannot_see(monkeypatch):
+    """With the torch of these tests, as on a machine with a wheel for processors."""
+    monkeypatch.setattr(processor, "build_of_torch", BUILD)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="--device cpu"):
+            Runtime().use(SystemConfig(device=device))
+    Runtime().use(SystemConfig(device="cpu"))
+
+
+def test_a_field_that_the_driver_does_not_know_hides_no_card(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    unknown = 'if "clocks_event" in str(sys.argv): sys.exit("not a valid field")\ncards = ['
+    program.write_text(program.read_text().replace("cards = [", unknown))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.detect_hardware().gpus
+    assert [(gpu.capability, gpu.throttle) for gpu in found] == [("9.0", None)] * 3
