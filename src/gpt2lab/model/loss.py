@@ -61,10 +61,9 @@ class GradientInForward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
     ) -> Tensor:
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
-        logits = F.linear(hidden, weight)  # (N, V)
+        # The mask rides on the product: added to the logits it would cost each of them an instruction.
+        logits = F.linear(hidden, weight, padding_bias(weight, num_tokens))  # (N, V)
         scores, target = logits.float(), targets[:, None]
-        if (bias := padding_bias(weight, num_tokens)) is not None:
-            scores = scores + bias
         counted = target >= 0  # (N, 1)
         top = scores.amax(1, keepdim=True)
         powers = (scores - top).exp()
