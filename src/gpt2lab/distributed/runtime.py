@@ -5,10 +5,14 @@ All ranks agree on every decision: rank 0 decides for all, or every rank reports
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
+import fcntl
 import os
 import resource
+import socket
+import struct
 import sys
 import warnings
 from collections.abc import Callable
@@ -45,6 +49,7 @@ class Runtime:
         if self.is_distributed:
             # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            _choose_interface()
             timeout = datetime.timedelta(minutes=timeout_minutes)
             # torchrun's restarts share one store: without its own prefix a start finds its dead predecessor's
             # addresses there, and never connects.
@@ -160,6 +165,25 @@ class Runtime:
         if self.is_distributed and dist.is_initialized():
             dist.barrier(group=self._decisions)
             dist.destroy_process_group()
+
+
+def _choose_interface() -> None:
+    """Name the network interface towards the master node to gloo, unless the user did.
+
+    Gloo binds to what the host name resolves to, which on Debian and in host-network pods is 127.0.1.1: no other node
+    can connect to that.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return  # one machine
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                SIOCGIFADDR = 0x8915  # netdevice(7)
+                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
