@@ -154,12 +154,18 @@ class Content:
 
 
 def collect(
-    model: nn.Module, optimizers: Optimizers, *, keep: bool, into: StagingBuffer | None = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    keep: bool,
+    into: StagingBuffer | None = None,
+    only_copies: bool = False,
 ) -> Content:
     """Gather the full tensors of a checkpoint; a collective, which every rank calls.
 
     Without `keep` a rank gives its shards and gets nothing. With `into` all tensors are copied there, one by one;
-    without it, tensors that are on the CPU already are not copied.
+    without it, tensors that are on the CPU already are not copied. With `only_copies` no kernel is launched, and
+    `all_finite` of the copies is left to the caller.
     """
     if into is not None:
         into.reset()
@@ -168,7 +174,7 @@ def collect(
     for name, parameter in sorted(model.named_parameters()):
         tensor = full_tensor(parameter.detach())
         if keep:
-            extremes += tensor.aminmax()  # one pass, where the weights are; NaN is its own extreme
+            extremes += () if only_copies else tensor.aminmax()  # one pass, where the weights are
             weights[name] = _to_cpu(tensor, into)
     moments: Tensors = {}
     for name, value in sorted(_optimizer_tensors(model, optimizers).items()):
@@ -176,8 +182,12 @@ def collect(
         if keep:
             moments[name] = _to_cpu(tensor, into)
     # On a GPU this waits for the copies too, which are before it in the queue.
-    is_finite = not extremes or bool(torch.stack(extremes).isfinite().all())
-    return Content(weights, moments, is_finite)
+    return Content(weights, moments, not extremes or all_finite(torch.stack(extremes)))
+
+
+def all_finite(*tensors: torch.Tensor) -> bool:
+    """Tell whether no value is NaN or infinite."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _to_cpu(tensor: torch.Tensor, into: StagingBuffer | None) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,10 +272,13 @@ class Saver:
             # A GPU copies faster into the buffer; it is too small while the only save had no moments.
             fits = self._buffer is not None and self._buffer.shared.num_bytes >= needed
             into = self._buffer if fits else None
-            # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
+            # Behind a collective that hangs, the GPU's usual stream would never come to the copies, and CUDA would not
+            # load a kernel that was never launched before.
             with own_stream(self.runtime.device):
-                content = store.collect(self.model, self.optimizers, keep=True, into=into)
-            if has_moved() or not content.is_finite:
+                content = store.collect(
+                    self.model, self.optimizers, keep=True, into=into, only_copies=True
+                )
+            if has_moved() or not store.all_finite(*content.model.values()):
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
@@ -453,8 +456,13 @@ class Saver:
         )
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Run GPU work in a stream of its own, so that it does not wait for earlier work."""
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run GPU work in a stream of its own, so that it does not wait for earlier work, and wait for it at the end."""
     if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2lab.training.steps
 from gpt2lab.checkpoint import manifest, store
@@ -254,6 +255,35 @@ def test_a_rescue_has_room_where_the_first_save_had_no_moments(run, monkeypatch)
     with pytest.raises(RuntimeError, match="fell off"):
         run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert list(run.checkpoints()) == [2, 3]
+
+
+class _Operators(TorchDispatchMode):
+    """Records which operators of torch run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func).split(".")[1])
+        return func(*args, **kwargs or {})
+
+
+def test_a_rescue_launches_copies_alone():
+    """A kernel that was never launched may wait for ever to be loaded, beside a collective that hangs."""
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    buffer = store.StagingBuffer(store.staging_bytes(model, [optimizer]), pin=False)
+    with _Operators() as seen:
+        content = store.collect(model, [optimizer], keep=True, into=buffer, only_copies=True)
+    assert seen.seen == {"copy_", "detach", "slice", "view"}
+    assert store.all_finite(*content.model.values())
+    content.model["bias"][3] = math.inf
+    assert not store.all_finite(*content.model.values())
+    del content
+    buffer.close()
 
 
 def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypatch):
