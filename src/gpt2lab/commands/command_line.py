@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from gpt2lab import paths
 from gpt2lab.commands import help_page
@@ -61,10 +60,10 @@ class Actions:
     save_config: Path | None = option(
         None, "write the settings of this command line to a new .toml or .json file, and exit"
     )
-    preset: Literal["1x4090", "1xa100", "1xh200", "4xh200", "8xh100"] | None = option(
+    preset: str | None = option(
         None,
-        "GPUs to train on: sets the mini batch that fits them, unless typed, and prints the expected speed; "
-        "tokens per step stay",
+        "GPUs to train on, such as 1x4090 or 8xh100, or auto: sets the mini batch that fits them, unless typed, and "
+        "prints the expected speed; tokens per step stay",
     )
     allow_change: str | None = option(
         None, "comma-separated settings that a resume may change; `data` for other data"

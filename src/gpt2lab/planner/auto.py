@@ -203,9 +203,17 @@ def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any
 
     Says on stderr what to expect of the preset's cards, and how this machine differs from them.
 
-    Raises: ConfigError if the preset is for another world size, or the model does not fit its card.
+    Raises: ConfigError if the preset is for another world size, or the model does not fit its card; NoSourceError if
+        nothing is known of the card.
     """
+    if name == "auto":
+        detected = detect_hardware(device=job.config.system.device).gpus
+        if not detected:
+            raise ConfigError("--preset auto: nvidia-smi shows no GPU; name one, such as 1x4090")
+        name = f"{job.world_size}x{detected[0].name}"
     count, _, card = name.partition("x")
+    if not (count.isdecimal() and card):
+        raise ConfigError(f"--preset {name}: give auto, or a number and a card, such as 8xh100")
     known = hardware.load()
     gpu = known.gpu(card)
     if job.world_size != int(count):

@@ -17,7 +17,7 @@ from gpt2lab.training.start import Start
 from launch import steps
 from tiny import parse, pretrain, resolved, train, write_shards
 
-WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
+WORLDS = {"1x4090": 1, "1xL40S": 1, "1x5090": 1, "1xa100": 1, "4xh200": 4, "8xh100": 8, "8xb200": 8}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,9 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
         (["--preset=8xh100"], 1, "is for world size 8, one rank per GPU, and this start has 1"),
         (["--preset=1xh200"], 2, "is for world size 1, one rank per GPU, and this start has 2"),
         (["--preset=1x4090", "--model=gpt2-xl"], 1, "gpt2-xl does not fit, not even one sequence"),
-        (["--preset=3xh100"], 1, "--preset 3xh100: give one of 1x4090, "),
+        (["--preset=3xh100"], 1, "is for world size 3"),
+        (["--preset=h100"], 1, "--preset h100: give auto, or"),
+        (["--preset=auto"], 1, "--preset auto: nvidia-smi shows no GPU"),
     ],
 )
 def test_a_preset_that_cannot_be_is_one_line(data, flags, world, message):
@@ -118,6 +120,14 @@ def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, her
     settled(data, "--preset=1xa100", world=1)
     said = capsys.readouterr().err
     assert (says in said) if says else ("warning" not in said)
+
+
+def test_auto_is_the_card_of_this_machine(data, monkeypatch, capsys):
+    card = (0, "NVIDIA L40S", 4.8e10, 4.8e10, 0.0, "1", "8.9", None, None, None)
+    monkeypatch.setattr(auto, "detect_hardware", lambda **_: DetectedHardware((GpuState(*card),)))
+    found = settled(data, "--preset=auto", world=1)
+    assert found.config.batch == settled(data, "--preset=1xL40S", world=1).config.batch
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_run_with_a_preset_trains_and_resumes_on_another(tiny_flags, tmp_path, capsys):
