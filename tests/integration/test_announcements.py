@@ -22,7 +22,7 @@ from whole_run import Run
 STRETCHES = {
     r"step \d+/4 \| evaluating [\d,]+ tokens": r"step \d+/4 \| val loss",
     r"step \d+/4 \| answering 12 items of HellaSwag": r"step \d+/4 \| HellaSwag",
-    r"step \d+/4 \| writing a sample of 2 tokens": r"step \d+/4 \| sample: ",
+    r"step \d+/4 \| writing a sample of 2 tokens": r"step \d+/4 \| sample:",
     r"compiling the step(, about .* unless its code is cached)?": r"compiled in ",
 }
 

@@ -1,5 +1,6 @@
 """Tokenize text into the shards that the trainer reads.
 
+gpt2lab prepare shakespeare --tokenizer bytes
 gpt2lab prepare python-stdlib
 gpt2lab prepare fineweb-edu
 gpt2lab prepare my_texts/ --out data/my_texts
@@ -26,7 +27,7 @@ class PrepareData:
     After an interruption the same command line resumes where it stopped.
     """
 
-    source: str = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
+    source: str = argument("shakespeare | python-stdlib | fineweb-edu | hf:NAME | a file or folder")
     out: Path | None = option(None, "folder to create; default data/NAME")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(

@@ -29,7 +29,8 @@ def describe_run(run_dir: Path) -> str:
         spent = fmt.duration(seconds)
         rows.append(("speed", f"{rate:,.0f} tokens/s (median step), {spent} in steps"))
     if samples:
-        rows.append(("sample", repr(samples[max(samples)]["text"])))
+        rows.append(("sample", ""))
+        rows += [("", line) for line in fmt.quoted(samples[max(samples)]["text"]).splitlines()]
     infos, _ = catalog.list_checkpoints(run_dir)
     if infos:
         rows.append(("checkpoints", ""))

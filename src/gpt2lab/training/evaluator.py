@@ -161,7 +161,7 @@ class Evaluator:
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
         self.logger.event("sample", state.step, text=text, seconds=seconds)
-        self.logger.say(f"{self.place(state)} | sample: {text!r}")
+        self.logger.say(f"{self.place(state)} | sample:\n{fmt.quoted(text)}")
         return True
 
 

@@ -144,12 +144,20 @@ def test_ci_runs_what_the_readme_begins_with():
     assert re.findall(r"^make (\S+)", ci, re.M) == ["quickstart"]
 
 
-def test_the_quickstart_ends_with_the_report_of_its_own_run():
-    lines = make("quickstart", "GPUS=0").stdout.splitlines()
+@pytest.mark.parametrize(
+    ("typed", "prepares", "trains"),
+    [
+        ([], "shakespeare --tokenizer bytes", "--config examples/quickstart.toml"),
+        (["SOURCE=python-stdlib"], "python-stdlib", "--model gpt2-micro --run_name"),
+    ],
+)
+def test_the_quickstart_ends_with_the_report_of_its_own_run(typed, prepares, trains):
+    lines = make("quickstart", "GPUS=0", *typed).stdout.splitlines()
     prepared, trained, reported = (
         line for line in lines if "bin/gpt2lab" in line or "src/" in line
     )
-    assert "gpt2lab prepare python-stdlib" in prepared
+    assert prepared.endswith(f"gpt2lab prepare {prepares}")
+    assert trains in trained
     name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)
     assert name is not None
     assert reported.split()[-2:] == ["report", name[1]]

