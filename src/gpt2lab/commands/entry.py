@@ -12,7 +12,8 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import NoReturn, TextIO
 
 from gpt2lab.errors import (
     GPT2LabError,
@@ -26,6 +27,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
+from gpt2lab.training.stop import end_at_once
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -44,9 +46,8 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
-    # The scripts let Ctrl+C end them silently while this module loads.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, _interrupt)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (path := _code_file()):
         # torchrun began again: what ended the workers before counts no more.
         with contextlib.suppress(OSError):
@@ -71,9 +72,6 @@ def run(main: Callable[[list[str]], int]) -> int:
         )
         return _leave(2)
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl+C while Python makes a class
-            print("error: interrupted", file=sys.stderr)
-            return 1
         expected = to_gpt2lab_error(error)
         if expected is None and is_out_of_memory(error):
             expected = OutOfMemoryError(
@@ -85,6 +83,15 @@ def run(main: Callable[[list[str]], int]) -> int:
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt, but end at once within an import: C++ code that torch runs there aborts on an error."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_at_once(number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _escape_controls(stream: TextIO) -> None:

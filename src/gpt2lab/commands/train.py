@@ -26,10 +26,7 @@ _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_d
 def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     """Do what the command line says and return the exit code."""
     from gpt2lab.commands.command_line import parse
-    from gpt2lab.training.stop import PARENT, end_with_parent
 
-    if (parent := os.environ.pop(PARENT, "")).isdecimal():
-        end_with_parent(int(parent))
     arguments = parse(argv, recipe_name)
     actions, request = arguments.actions, arguments.request
     if actions.list_checkpoints:
