@@ -27,7 +27,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
-from gpt2lab.training.stop import end_at_once
+from gpt2lab.training.stop import LAUNCHED, end_at_once
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -53,7 +53,9 @@ def run(main: Callable[[list[str]], int]) -> int:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
     try:
-        return main(sys.argv[1:])
+        code = main(sys.argv[1:])
+        _tell_launcher(code)
+        return code
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -80,8 +82,10 @@ def run(main: Callable[[list[str]], int]) -> int:
             )
         if expected is not None:
             return _reject(expected)
-        traceback.print_exc()
-        _tell_launcher(error, report=traceback.format_exc())
+        report = traceback.format_exc()
+        if LAUNCHED not in os.environ:
+            print(report, end="", file=sys.stderr)
+        _tell_launcher(1, error, report=report)
         return _leave(1)
 
 
@@ -107,14 +111,11 @@ def _escape_controls(stream: TextIO) -> None:
 
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
-    line = None
-    if rank == "0":
-        line = f"error: {error}"
-    elif error.is_local:
-        line = f"error: rank {rank}: {error}"
-    if line is not None:
+    is_of_rank = error.is_local and "RANK" in os.environ and (rank != "0" or LAUNCHED in os.environ)
+    line = f"error: rank {rank}: {error}" if is_of_rank else f"error: {error}"
+    if LAUNCHED not in os.environ and (rank == "0" or error.is_local):
         print(line, file=sys.stderr)
-    _tell_launcher(error, report=str(error))
+    _tell_launcher(error.exit_code, error, report=str(error), said=line)
     _tell_script(error)
     return _leave(error.exit_code)
 
@@ -134,17 +135,21 @@ def _code_file() -> str | None:
     return os.environ.get("GPT2LAB_EXIT_CODE_FILE")
 
 
-def _tell_launcher(error: Exception, report: str) -> None:
+def _tell_launcher(
+    code: int, error: Exception | None = None, report: str = "", said: str | None = None
+) -> None:
     """Have torchrun end its output with the first cause: the earliest of the ranks' reports, by full seconds.
 
     A process that fails because another one did is often as fast as a second allows; it dates itself a second later.
+    Our own launcher (launch.py) prints what the cause `said`, by default its report.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    second = int(time.time()) + is_lost_peer(error)
-    extra = {"py_callstack": report, "timestamp": str(second)}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    is_lost = error is not None and is_lost_peer(error)
+    extra = {"py_callstack": report, "timestamp": str(int(time.time()) + is_lost)}
+    ours = {"exit_code": code, "is_lost_peer": is_lost, "said": said or report.rstrip()}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra | ours}
     # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
     with contextlib.suppress(OSError):
         replace_durably(Path(path), json.dumps({"message": message}))

@@ -15,7 +15,7 @@ from gpt2lab.training.components import Components, Session
 from gpt2lab.training.health import check_drift
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
-from gpt2lab.training.stop import launcher_grace_seconds
+from gpt2lab.training.stop import LAUNCHED, launcher_grace_seconds
 
 
 class SavePolicy:
@@ -156,9 +156,12 @@ class SavePolicy:
         needed = self.steps.stop_seconds()
         if self.grace is None or self._told_of_grace or needed <= self.grace:
             return
+        seconds, cure = 2 * math.ceil(needed), "start it with --shutdown-timeout "
+        if LAUNCHED in os.environ:  # by --gpus
+            cure = "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT="
         self.logger.warn(
             f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
-            f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
+            f"would then be all that is left; {cure}{seconds}",
             self.state.step,
         )
         self._told_of_grace = True

@@ -114,6 +114,7 @@ def more_to_abort(number: int, level: int) -> str:
 
 
 PARENT = "GPT2LAB_PARENT"  # the process that this one ends with; torchrun does not set it
+LAUNCHED = "GPT2LAB_LAUNCHED"  # set for the ranks of our own launcher, which prints their errors
 
 
 def end_at_once_on(*numbers: int) -> None:
@@ -132,7 +133,7 @@ def end_at_once_on(*numbers: int) -> None:
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:
     """End this process with exit code 1, without an exception: imported C++ code would abort on one."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
         name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
         with suppress(OSError):
             os.write(2, f"error: interrupted{name}\n".encode())
