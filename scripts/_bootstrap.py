@@ -4,6 +4,9 @@ import signal
 import sys
 from pathlib import Path
 
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of half-loaded modules
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from gpt2lab.training.stop import end_at_once_on

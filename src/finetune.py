@@ -5,12 +5,16 @@ python src/finetune.py --init_from hf:gpt2 --instructions hf:tatsu-lab/alpaca --
 torchrun --nproc_per_node=4 src/finetune.py --resume latest --run_name NAME
 """
 
+import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of half-loaded modules
 
 from gpt2lab.training.stop import end_at_once_on
 
 if __name__ == "__main__":
-    end_at_once_on()  # before the imports, which take time
+    end_at_once_on()  # before the slow imports
 
 from gpt2lab.commands.entry import run
 

@@ -1,4 +1,4 @@
-"""`--gpus 2` beside torchrun: whatever happens, the run ends alike; our launcher adds the exit code and the last line."""
+"""`--gpus 2` beside torchrun: the run ends alike; our launcher adds the exit code, and the cause as its last line."""
 
 from __future__ import annotations
 

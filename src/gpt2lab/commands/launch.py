@@ -12,19 +12,20 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import name_of
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
-from gpt2lab.training.stop import LAUNCHED, PARENT, STOP_SIGNALS
+from gpt2lab.training.stop import LAUNCHED, PARENT, STOP_SIGNALS, interruption
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def count_ranks(typed: str | None, *, device: str) -> int:
@@ -53,8 +54,8 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
 
     logging.disable()  # the launcher's account of every process that it ends
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: losses are the same bits
-    os.environ |= {PARENT: str(os.getpid()), LAUNCHED: str(ranks)}
-    program = "finetune" if recipe == "finetune" else "train"
+    os.environ |= {PARENT: str(os.getpid()), LAUNCHED: "1"}
+    program = paths.trainer("finetune" if recipe == "finetune" else "train")
     with TemporaryDirectory(prefix="gpt2lab_ranks_") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -67,22 +68,17 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        failures: Mapping[int, ProcessFailure] = {}
-        signal_name = None
         try:
-            elastic_launch(config, sys.executable)("-u", *paths.trainer(program), *_of_ranks(argv))
+            elastic_launch(config, sys.executable)("-u", *program, *_without_gpus(argv))
             return 0
-        except ChildFailedError as failed:
-            failures = failed.failures
-        except SignalException as asked:
-            signal_name = asked.sigval.name
-        for number in STOP_SIGNALS:  # all has ended: the launcher's handlers would raise
+        except (ChildFailedError, SignalException) as error:
+            ended = error
+        for number in STOP_SIGNALS:  # the launcher's handlers would raise
             signal.signal(number, signal.SIG_IGN)
-        return _report(failures, _reports(Path(folder)), ranks, signal_name)
+        return _report(ended, Path(folder), ranks)
 
 
-def _of_ranks(argv: Sequence[str]) -> list[str]:
-    """Return a command line without --gpus."""
+def _without_gpus(argv: Sequence[str]) -> list[str]:
     kept, words = [], iter(argv)
     for word in words:
         if name_of(word) != "gpus":
@@ -92,42 +88,29 @@ def _of_ranks(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _reports(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what ranks have left when they ended by themselves (`tell_launcher` in entry.py)."""
-    found = {}
-    for file in folder.glob("*/attempt_*/*/error.json"):
-        found[int(file.parent.name)] = json.loads(file.read_text())["message"]["extraInfo"]
-    return found
-
-
-def _report(
-    failures: Mapping[int, ProcessFailure],
-    reports: Mapping[int, dict[str, Any]],
-    ranks: int,
-    signal_name: str | None,
-) -> int:
-    """Print what failed, its cause last, and return its exit code."""
-    codes = {rank: report["exit_code"] for rank, report in reports.items()}
-    if signal_name is not None and len(codes) == ranks and not any(codes.values()):
-        return 0  # asked to stop, and saved
-    # The cause failed first, and not because another rank was lost. Who was ended afterwards has nothing to say.
-    ends = {rank: (False, failure.timestamp) for rank, failure in failures.items()}
-    for rank, report in reports.items():
-        if codes[rank]:
-            ends[rank] = report["is_lost_peer"], int(report["timestamp"])
+def _report(ended: ChildFailedError | SignalException, folder: Path, ranks: int) -> int:
+    """Print what failed, its cause last, and return its exit code; 0 if all ranks were asked to stop and have saved."""
+    # What ranks left that ended by themselves: `_tell_launcher` in entry.py.
+    reports = {
+        int(file.parent.name): json.loads(file.read_text())["message"]["extraInfo"]
+        for file in folder.glob("*/attempt_*/*/error.json")
+    }
+    # The cause is what failed first, and not because another rank was lost.
+    ends = [
+        (report["is_lost_peer"], int(report["timestamp"]), report["exit_code"], report["said"])
+        for report in reports.values()
+        if report["exit_code"]
+    ]
+    said = dict.fromkeys(text for *_, text in sorted(ends, reverse=True))
+    for rank, failure in getattr(ended, "failures", {}).items():
+        if rank not in reports:
+            how = failure.signal_name() if failure.exitcode < 0 else f"code {failure.exitcode}"
+            text = f"error: rank {rank} ended with {how}"
+            ends.append((False, failure.timestamp, failure.exitcode, text))
     if not ends:
-        by = "" if signal_name in (None, "SIGINT") else f" by {signal_name}"
-        print(f"error: interrupted{by}", file=sys.stderr)
-        return 1
-    first, *others = sorted(ends, key=lambda rank: ends[rank])
-    said = [reports[rank]["said"] for rank in reversed(others) if rank in reports]
-    if first in reports:
-        last, code = reports[first]["said"], codes[first]
-    else:
-        code = failures[first].exitcode
-        how = f"was killed by {failures[first].signal_name()}" if code < 0 else f"ended with {code}"
-        last = f"error: rank {first} {how}"
-    for text in dict.fromkeys(text for text in (*said, last) if text != last):
-        print(text, file=sys.stderr)
-    print(last, file=sys.stderr)
+        if len(reports) == ranks:
+            return 0
+        ends = [(False, 0, 1, interruption(ended.sigval))]  # type: ignore[union-attr]
+    _, _, code, cause = min(ends)
+    print("\n".join([*(text for text in said if text != cause), cause]), file=sys.stderr)
     return max(1, code)

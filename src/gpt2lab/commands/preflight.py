@@ -29,7 +29,7 @@ from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import LAUNCHED, launcher_grace_seconds
+from gpt2lab.training.stop import GRACE, LAUNCHED, launcher_grace_seconds
 
 _UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
@@ -261,7 +261,7 @@ def command_to_start(checks: list[Check]) -> str:
     if grace is not None and grace.result == "warning":
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
         if LAUNCHED in os.environ:
-            launcher = ["env", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={patience}", *launcher]
+            launcher = ["env", f"{GRACE}={patience}", *launcher]
         else:
             launcher += ["--shutdown-timeout", patience]
     return fmt.command_line([*launcher, *program, *flags])

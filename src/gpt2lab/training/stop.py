@@ -134,10 +134,15 @@ def end_at_once_on(*numbers: int) -> None:
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:
     """End this process with exit code 1, without an exception: imported C++ code would abort on one."""
     if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
-        name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
         with suppress(OSError):
-            os.write(2, f"error: interrupted{name}\n".encode())
+            os.write(2, f"{interruption(number)}\n".encode())
     os._exit(1)
+
+
+def interruption(number: int) -> str:
+    """Return the line of a program that a signal has ended."""
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    return f"error: interrupted{by}"
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -164,6 +169,9 @@ def _is_init(process: int) -> bool:
     return program == "systemd" or (process == 1 and "python" not in program)
 
 
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
 def launcher_grace_seconds(environ: Mapping[str, str]) -> float | None:
     """Return how long torchrun waits between asking its workers to stop and killing them; None without torchrun.
 
@@ -175,7 +183,7 @@ def launcher_grace_seconds(environ: Mapping[str, str]) -> float | None:
     with suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
     typed = re.search(r"--shutdown[-_]timeout[= ](\d+)", command)
-    return float(typed[1] if typed else environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    return float(typed[1] if typed else environ.get(GRACE, "30"))
 
 
 def show_stacks_on_request() -> None:
