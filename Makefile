@@ -52,7 +52,7 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
-	test test-fast test-core test-slow test-faults faults early-ends soak syscall-sweep power-cut-replay lint clean
+	test test-fast test-core test-slow test-faults faults soak syscall-sweep power-cut-replay lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -164,12 +164,10 @@ test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
 	$(PY) -m pytest tests/faults -m fault $(SPREAD) -n 3 $(ARGS)
 
-faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
+faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 400 early ends, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)
 	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
-
-early-ends: $(VENV)/.installed-dev  ## end a start by signals at 100 of its imports, and its launcher
-	MOMENTS=100 $(PY) -m pytest tests/faults/test_early_ends.py -m fault -s $(ARGS)
+	MOMENTS=100 $(PY) -m pytest tests/faults/test_early_ends.py -m fault $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)
 	MINUTES=$(MINUTES) $(PY) -m pytest tests/faults/test_soak.py -m fault -s $(ARGS)

@@ -181,7 +181,7 @@ CASES = {
     ),
     "no rank": Case(["--gpus=0"], ("gpus 0", "at least 1")),
     "ranks for a list": Case(["--gpus=2", "--list_checkpoints"], ("--gpus goes with",)),
-    "a batch that ranks cannot share": Case(["--gpus=3"], ("total_batch_size", "world 3")),
+    "a batch that ranks cannot share": Case(["--gpus=3"], ("total_batch_size", "x 3 = 96")),
     "fsdp for one process": Case(
         ["--parallel=fsdp"], ("parallel fsdp: shards", "there is one", "--gpus")
     ),
