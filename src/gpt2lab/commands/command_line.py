@@ -240,14 +240,13 @@ def _reject_idle_actions(actions: Actions) -> None:
     imports, resumes = actions.import_checkpoint is not None, actions.resume is not None
     saves = actions.save_config is not None
     asks = [actions.list_checkpoints, actions.dry_run, actions.preflight, imports, saves]
-    gpus = actions.gpus
     for is_wrong, message in (
         (
-            gpus is not None and gpus != "auto" and not (gpus.isdecimal() and int(gpus)),
-            f"gpus {gpus}: give the number of ranks, at least 1, or auto",
+            actions.gpus not in (None, "auto") and not (actions.gpus or "").strip("0").isdecimal(),
+            f"gpus {actions.gpus}: give the number of ranks, at least 1, or auto",
         ),
         (
-            gpus is not None and (actions.list_checkpoints or imports or saves),
+            actions.gpus is not None and (actions.list_checkpoints or imports or saves),
             "--gpus goes with training, --dry_run and --preflight",
         ),
         (

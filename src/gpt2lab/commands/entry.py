@@ -111,8 +111,7 @@ def _escape_controls(stream: TextIO) -> None:
 
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
-    is_of_rank = error.is_local and "RANK" in os.environ and (rank != "0" or LAUNCHED in os.environ)
-    line = f"error: rank {rank}: {error}" if is_of_rank else f"error: {error}"
+    line = f"error: {f'rank {rank}: ' if error.is_local and rank != '0' else ''}{error}"
     if LAUNCHED not in os.environ and (rank == "0" or error.is_local):
         print(line, file=sys.stderr)
     _tell_launcher(error.exit_code, error, report=str(error), said=line)

@@ -1,7 +1,6 @@
-"""`--gpus N`: start the ranks of a run on this machine, as torchrun does, and say last and alone what failed.
+"""`--gpus N`: start the ranks of a run on this machine by torch's elastic launcher, with torchrun's defaults.
 
-The ranks are started by torch's elastic launcher, with torchrun's defaults: the same rendezvous, environment, signals
-and patience. torchrun itself shows some 60 lines around the one that matters, and reports 1 for every end but success.
+torchrun shows some 60 lines around the one that matters, and reports 1 for every end but success.
 """
 
 from __future__ import annotations

@@ -156,8 +156,9 @@ def end_with_parent(parent: int | None = None) -> None:
     now = os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # It may have died before the kernel knew.
-    if os.getppid() != (parent or now) or (parent is None and _is_init(now)):
+    # It may have died before the kernel knew. torchrun tells its workers no process id.
+    is_lost = parent is None and "TORCHELASTIC_RUN_ID" in os.environ and _is_init(now)
+    if is_lost or os.getppid() != (parent or now):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
