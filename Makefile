@@ -26,8 +26,8 @@ $(call number,GPUS)$(call number,PORT)$(call number,MINUTES)
 PY    := $(VENV)/bin/python
 LAB   := $(VENV)/bin/gpt2lab
 MANY  := $(filter-out 0 1,$(GPUS))
-LAUNCH := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY))
-START := $(LAUNCH) src/train.py
+RANKS := $(if $(MANY),--gpus $(GPUS))
+START := $(PY) src/train.py $(RANKS)
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
 # make quickstart SOURCE=python-stdlib trains on Python's source text, with GPT-2's vocabulary.
@@ -102,7 +102,7 @@ list: install  ## list the checkpoints of all runs
 	@$(LAB) runs list $(RUN) $(ARGS)
 
 dry-run: install  ## print what a run would do and need
-	@$(LAB) train --dry_run $(FLAGS)
+	@$(LAB) train --dry_run $(RANKS) $(FLAGS)
 
 check preflight: install  ## try disk, memory, data, a step and the network for a run: GO or NO-GO
 	@$(START) --preflight $(FLAGS)
@@ -129,7 +129,7 @@ sample: install  ## continue prompts with RUN=name, line by line, or ARGS='--pro
 	@$(LAB) sample $(NAMED) $(or $(ARGS),--interactive)
 
 finetune: install  ## teach FROM=run or FROM=hf:gpt2 to answer: INSTRUCTIONS=pairs.jsonl | hf:NAME | demo
-	$(LAUNCH) src/finetune.py --init_from $(BASE) --instructions $(INSTRUCTIONS) $(FLAGS)
+	$(PY) src/finetune.py $(RANKS) --init_from $(BASE) --instructions $(INSTRUCTIONS) $(FLAGS)
 
 chat: install  ## talk to RUN=name, which make finetune made
 	@$(LAB) chat $(NAMED) $(ARGS)
@@ -164,9 +164,10 @@ test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
 	$(PY) -m pytest tests/faults -m fault $(SPREAD) -n 3 $(ARGS)
 
-faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
+faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 400 early ends, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)
 	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
+	MOMENTS=100 $(PY) -m pytest tests/faults/test_early_ends.py -m fault $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)
 	MINUTES=$(MINUTES) $(PY) -m pytest tests/faults/test_soak.py -m fault -s $(ARGS)

@@ -9,7 +9,12 @@ import signal
 import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of half-loaded modules
+
+from gpt2lab.training.stop import end_at_once_on
+
+if __name__ == "__main__":
+    end_at_once_on()  # before the slow imports
 
 from gpt2lab.commands.entry import run
 

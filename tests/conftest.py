@@ -33,7 +33,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
 )
 
-# Each has one thread: OpenMP's threads spin while they wait, and would take the cores from other tests.
+# Each has one thread, so that tests do not take the cores from each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell starts its background jobs with SIGINT ignored, and programs that the tests interrupt would inherit that.

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gpt2lab.runs import history
+from gpt2lab.training.stop import STOP_SIGNALS
 from ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -46,7 +48,7 @@ def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: 
     name = "gpt2lab" if verb else str(path)
     # Streams as a program has them: with an encoding, and bytes beneath.
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    here = Path.cwd()
+    here, handlers = Path.cwd(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.MonkeyPatch.context() as patch:
         if not verb:
             patch.syspath_prepend(str(path.parent))
@@ -60,6 +62,8 @@ def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: 
             pytest.raises(SystemExit) as end,
         ):
             runpy.run_path(str(path), run_name="__main__")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     assert Path.cwd() == here
     return Done(
         int(end.value.code or 0), *(stream.buffer.getvalue().decode() for stream in (out, err))

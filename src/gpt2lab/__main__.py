@@ -4,7 +4,13 @@ import signal
 import sys
 
 if __name__ != "__mp_main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of half-loaded modules
+
+from gpt2lab.training.stop import STOP_SIGNALS, end_at_once_on
+
+if __name__ != "__mp_main__":  # before the slow imports
+    is_trainer = sys.argv[1:2] in (["train"], ["finetune"])
+    end_at_once_on(*STOP_SIGNALS if is_trainer else [signal.SIGINT])
 
 from gpt2lab.commands.entry import run
 from gpt2lab.commands.verbs import main

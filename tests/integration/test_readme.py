@@ -35,6 +35,7 @@ COMMANDS: dict[str, str | None] = {
     ),
     "torchrun --nproc_per_node=4 src/train.py --resume latest": "",
     "gpt2lab train --model gpt2 --dry_run": "",
+    "gpt2lab train --gpus 4": "--dry_run --device=cpu",
     "gpt2lab train --model gpt2 --preflight": SHRINK,
     "python src/train.py --list_checkpoints": "",
     "gpt2lab runs list": "",

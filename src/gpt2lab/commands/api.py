@@ -193,7 +193,7 @@ def train(
     """Train a run in this process, or continue one, and return it when it is complete or has stopped and saved.
 
     `config`: a dict of settings, or a TOML or JSON file, such as a run's config.json; `settings` count above it. With
-    `instructions` it is fine-tuned. Several GPUs: `torchrun --nproc_per_node=N -m gpt2lab.train --config FILE`.
+    `instructions` it is fine-tuned. Several GPUs: `gpt2lab train --gpus N --config FILE`.
 
     Raises: GPT2LabError; ConfigError and DataError before anything is written.
     """

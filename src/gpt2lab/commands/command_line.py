@@ -31,6 +31,10 @@ class Actions:
     resume: str | None = option(
         None, "latest | auto (latest or fresh) | best | STEP | folder of a checkpoint"
     )
+    gpus: str | None = option(
+        None,
+        "start so many ranks on this machine, each on its GPU (without one, on the CPU); auto: all GPUs",
+    )
     list_checkpoints: bool = option(
         False, "list the checkpoints of all runs (or of --run_name) and exit"
     )
@@ -98,6 +102,7 @@ _ABOUT: dict[RecipeName, str] = {
 
 gpt2lab train --model gpt2-nano --max_steps 200
 gpt2lab train --run_name my_run --resume latest
+gpt2lab train --gpus 4 --model gpt2
 torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
     "finetune": """Fine-tune a model on conversations.
 
@@ -107,12 +112,12 @@ gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8""",
 _COMMON: dict[RecipeName, tuple[str, ...]] = {
     "pretrain": (
         *("model", "data_dir", "run_name", "resume", "config", "init_from", "dry_run"),
-        *("max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
+        *("gpus", "max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
         *("mini_batch_size", "max_lr", *_SIZES, "eval_freq", "checkpoint_freq"),
         *("use_tensorboard", "device", "checkpoint_dir"),
     ),
     "finetune": (
-        *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
+        *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "gpus", "lora_r"),
         *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
     ),
 }
@@ -236,6 +241,14 @@ def _reject_idle_actions(actions: Actions) -> None:
     saves = actions.save_config is not None
     asks = [actions.list_checkpoints, actions.dry_run, actions.preflight, imports, saves]
     for is_wrong, message in (
+        (
+            actions.gpus not in (None, "auto") and not (actions.gpus or "").strip("0").isdecimal(),
+            f"gpus {actions.gpus}: give the number of ranks, at least 1, or auto",
+        ),
+        (
+            actions.gpus is not None and (actions.list_checkpoints or imports or saves),
+            "--gpus goes with training, --dry_run and --preflight",
+        ),
         (
             actions.json and not any(asks[:3]),
             "--json goes with --list_checkpoints, --dry_run or --preflight",

@@ -22,11 +22,11 @@ def print_plan(
     request: RunRequest,
     recipe: Recipe = PRETRAINING,
     *,
+    world_size: int = 1,
     planner: Planner | None = None,
     as_json: bool = False,
 ) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
     if os.environ.get("RANK", "0") != "0":
         return 0

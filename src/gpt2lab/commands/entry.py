@@ -12,7 +12,8 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import NoReturn, TextIO
 
 from gpt2lab.errors import (
     GPT2LabError,
@@ -26,6 +27,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
+from gpt2lab.training.stop import LAUNCHED, end_at_once
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -44,15 +46,16 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
-    # The scripts let Ctrl+C end them silently while this module loads.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, _interrupt)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (path := _code_file()):
         # torchrun began again: what ended the workers before counts no more.
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
     try:
-        return main(sys.argv[1:])
+        code = main(sys.argv[1:])
+        _tell_launcher(code)
+        return code
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -71,9 +74,6 @@ def run(main: Callable[[list[str]], int]) -> int:
         )
         return _leave(2)
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl+C while Python makes a class
-            print("error: interrupted", file=sys.stderr)
-            return 1
         expected = to_gpt2lab_error(error)
         if expected is None and is_out_of_memory(error):
             expected = OutOfMemoryError(
@@ -82,9 +82,20 @@ def run(main: Callable[[list[str]], int]) -> int:
             )
         if expected is not None:
             return _reject(expected)
-        traceback.print_exc()
-        _tell_launcher(error, report=traceback.format_exc())
+        report = traceback.format_exc()
+        if LAUNCHED not in os.environ:
+            print(report, end="", file=sys.stderr)
+        _tell_launcher(1, error, report=report)
         return _leave(1)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt, but end at once within an import: C++ code that torch runs there aborts on an error."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_at_once(number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _escape_controls(stream: TextIO) -> None:
@@ -100,14 +111,10 @@ def _escape_controls(stream: TextIO) -> None:
 
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
-    line = None
-    if rank == "0":
-        line = f"error: {error}"
-    elif error.is_local:
-        line = f"error: rank {rank}: {error}"
-    if line is not None:
+    line = f"error: {f'rank {rank}: ' if error.is_local and rank != '0' else ''}{error}"
+    if LAUNCHED not in os.environ and (rank == "0" or error.is_local):
         print(line, file=sys.stderr)
-    _tell_launcher(error, report=str(error))
+    _tell_launcher(error.exit_code, error, report=str(error), said=line)
     _tell_script(error)
     return _leave(error.exit_code)
 
@@ -127,17 +134,21 @@ def _code_file() -> str | None:
     return os.environ.get("GPT2LAB_EXIT_CODE_FILE")
 
 
-def _tell_launcher(error: Exception, report: str) -> None:
+def _tell_launcher(
+    code: int, error: Exception | None = None, report: str = "", said: str | None = None
+) -> None:
     """Have torchrun end its output with the first cause: the earliest of the ranks' reports, by full seconds.
 
     A process that fails because another one did is often as fast as a second allows; it dates itself a second later.
+    Our own launcher (launch.py) prints what the cause `said`, by default its report.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    second = int(time.time()) + is_lost_peer(error)
-    extra = {"py_callstack": report, "timestamp": str(second)}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    is_lost = error is not None and is_lost_peer(error)
+    extra = {"py_callstack": report, "timestamp": str(int(time.time()) + is_lost)}
+    ours = {"exit_code": code, "is_lost_peer": is_lost, "said": said or report.rstrip()}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra | ours}
     # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
     with contextlib.suppress(OSError):
         replace_durably(Path(path), json.dumps({"message": message}))

@@ -29,7 +29,7 @@ from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import end_with_parent, launcher_grace_seconds
+from gpt2lab.training.stop import GRACE, LAUNCHED, launcher_grace_seconds
 
 _UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
@@ -47,8 +47,6 @@ class Check:
 
 def preflight(request: RunRequest, *, recipe: Recipe = PRETRAINING, as_json: bool = False) -> int:
     """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
-    if "RANK" in os.environ:
-        end_with_parent()
     runtime = Runtime(timeout_minutes=request.timeout_minutes)
     checks = _check_all(request, recipe, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
@@ -255,12 +253,17 @@ def command_to_start(checks: list[Check]) -> str:
         words = typed.read_text().split("\0") if typed.exists() else []
         starts = [i for i, word in enumerate(words) if word in ("-m", sys.argv[0])]
         starts = [i for i in starts if words[i] != "-m" or words[i + 1].startswith("gpt2lab")]
-        if starts:
+        if LAUNCHED in os.environ:
+            launcher, flags = [paths.program("python")], [*flags, "--gpus", world]
+        elif starts:
             launcher = words[: starts[0]]
     grace = next((check for check in checks if check.name == "grace"), None)
     if grace is not None and grace.result == "warning":
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
-        launcher += ["--shutdown-timeout", patience]
+        if LAUNCHED in os.environ:
+            launcher = ["env", f"{GRACE}={patience}", *launcher]
+        else:
+            launcher += ["--shutdown-timeout", patience]
     return fmt.command_line([*launcher, *program, *flags])
 
 

@@ -26,10 +26,8 @@ _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_d
 def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     """Do what the command line says and return the exit code."""
     from gpt2lab.commands.command_line import parse
-    from gpt2lab.training.stop import PARENT, end_with_parent
+    from gpt2lab.commands.launch import count_ranks, launch
 
-    if (parent := os.environ.pop(PARENT, "")).isdecimal():
-        end_with_parent(int(parent))
     arguments = parse(argv, recipe_name)
     actions, request = arguments.actions, arguments.request
     if actions.list_checkpoints:
@@ -43,14 +41,24 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.mirror.extension import check_url
 
     check_url(request)
+    planner = planner_of(actions)
+    ranks = count_ranks(actions.gpus, device=request.config.system.device)
     if actions.dry_run:
         from gpt2lab.commands.dry_run import print_plan
 
-        return print_plan(request, recipe, planner=planner_of(actions), as_json=actions.json)
+        return print_plan(request, recipe, world_size=ranks, planner=planner, as_json=actions.json)
     imported = actions.import_checkpoint
     if imported is not None and not imported.expanduser().exists():
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
+    starts_ranks = actions.gpus is not None and ranks > 1
+    if starts_ranks and not actions.preflight and request.resume is None:
+        from gpt2lab.training.resolve import resolve
+
+        # Before torch. Of a resume the ranks alone read every byte of the checkpoint.
+        resolve(request, recipe, world_size=ranks, set_aside=False, planner=planner)
     # From here on torch is imported: seconds that the actions above do not owe.
+    if starts_ranks:
+        return launch(argv, recipe_name, ranks)
     if actions.preflight:
         from gpt2lab.commands.preflight import preflight
 
@@ -64,7 +72,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     never_wait_for_stderr()
     from gpt2lab.training.progress import process_began
 
-    run(request, recipe, planner=planner_of(actions), began=process_began())
+    run(request, recipe, planner=planner, began=process_began())
     return 0
 
 

@@ -22,7 +22,7 @@ _CONSTANT = "--lr_schedule, with --min_lr equal to --max_lr for a constant rate"
 _PRECISION = "--dtype bf16 or fp32"
 _WANDB = "--track wandb"
 _TRACKERS = "--use_tensorboard, --track wandb,trackio,mlflow"
-_CARDS = "torchrun --nproc_per_node=N"
+_CARDS = "--gpus N"
 _WEIGHTS = "--init_from RUN, a folder or hf:NAME"
 _CLIP = "--grad_clip"
 _READING = "no setting: a thread of the trainer reads ahead"
@@ -110,7 +110,7 @@ _LITGPT = {
     "model_name": "--model",
     "precision": _PRECISION,
     "devices": _CARDS,
-    "num_nodes": f"torchrun --nnodes=N {_CARDS.removeprefix('torchrun ')}",
+    "num_nodes": "torchrun --nnodes=N --nproc_per_node=N",
     "initial_checkpoint_dir": _WEIGHTS,
     "tokenizer_dir": "prepare_data.py --tokenizer; the data know theirs",
     "logger_name": _TRACKERS,

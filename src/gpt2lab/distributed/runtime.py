@@ -82,7 +82,7 @@ class Runtime:
         if self.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {self.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
-                f"lower --nproc_per_node"
+                f"start fewer ranks"
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)

@@ -219,7 +219,7 @@ def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any
     if job.world_size != int(count):
         raise ConfigError(
             f"--preset {name} is for world size {count}, one rank per GPU, and this start has {job.world_size}: use "
-            f"torchrun --nproc_per_node={count}, or --mini_batch_size auto instead of a preset"
+            f"--gpus {count}, or --mini_batch_size auto instead of a preset"
         )
     chosen: dict[str, Any] = {}
     found = _on_card(job, gpu, known)

@@ -106,9 +106,8 @@ def command_to_continue(run_dir: Path, log: Log) -> str:
 def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     """Return the command line that continues a run on this machine."""
     words = [paths.program("python")]
-    if world_size > 1:
-        words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
     words += [paths.display_path(Path(word)) for word in paths.trainer(program_of(run_dir))]
+    words += ["--gpus", str(world_size)] if world_size > 1 else []
     words += ["--run_name", run_dir.name, "--resume", "latest", *_folder_flag(run_dir)]
     return fmt.command_line(words)
 

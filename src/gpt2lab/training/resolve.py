@@ -190,7 +190,7 @@ def _fit_parallel(
         if "parallel" in request.typed:
             raise ConfigError(
                 f"parallel {system.parallel}: shards state over several ranks, and there is one; "
-                f"start it with torchrun --nproc_per_node=N, or leave it out"
+                f"start it with --gpus N, or leave it out"
             )
         notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
         system = dataclasses.replace(system, parallel="ddp")

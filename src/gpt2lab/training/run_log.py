@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
-from gpt2lab import fmt, paths
+from gpt2lab import WAITING, fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.store import TrainState
@@ -212,6 +213,7 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
     environment = dict(components.facts["environment"])
     if not start.config.system.deterministic:  # a CPU is so without being asked
         environment.pop("deterministic")
+    environment |= {name: os.environ[name] for name in WAITING if name in os.environ}
     facts = ", ".join(f"{name} {value}" for name, value in environment.items())
     logger.say(f"runs on        {facts}")
     if components.runtime.runs_ahead:

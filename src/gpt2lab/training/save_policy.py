@@ -15,7 +15,7 @@ from gpt2lab.training.components import Components, Session
 from gpt2lab.training.health import check_drift
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
-from gpt2lab.training.stop import launcher_grace_seconds
+from gpt2lab.training.stop import GRACE, LAUNCHED, launcher_grace_seconds
 
 
 class SavePolicy:
@@ -156,9 +156,10 @@ class SavePolicy:
         needed = self.steps.stop_seconds()
         if self.grace is None or self._told_of_grace or needed <= self.grace:
             return
+        cure = f"{GRACE}=" if LAUNCHED in os.environ else "--shutdown-timeout "
         self.logger.warn(
             f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
-            f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
+            f"would then be all that is left; start it with {cure}{2 * math.ceil(needed)}",
             self.state.step,
         )
         self._told_of_grace = True

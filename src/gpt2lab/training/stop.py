@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from gpt2lab.errors import ConfigError
 
@@ -41,6 +43,8 @@ class Signals:
         self.answer: Callable[[int, int], None] = lambda number, level: None
         # Tells whether another process commits a checkpoint for this one. Called in another thread.
         self.is_writing: Callable[[], bool] = lambda: False
+        # Until the first step there is nothing to save. A program of its own ends then; the API's caller goes on.
+        self.ends_at_once = signal.getsignal(signal.SIGTERM) is end_at_once
         self._committing = False
         self.asked_at = -SAME_REQUEST_SECONDS  # when, last, on the monotonic clock
         self._receiver, self._sender = socket.socketpair()
@@ -64,6 +68,8 @@ class Signals:
             self.wants_save = True
         if number not in STOP_SIGNALS:
             return
+        if self.ends_at_once:
+            end_at_once(number)
         now = time.monotonic()
         if now - self.asked_at < SAME_REQUEST_SECONDS:
             return
@@ -107,7 +113,36 @@ def more_to_abort(number: int, level: int) -> str:
     return "; press twice more to abort" if level == 1 else "; press once more to abort"
 
 
-PARENT = "GPT2LAB_PARENT"  # the process that a trainer ends with, if it is no launcher of torch's
+PARENT = "GPT2LAB_PARENT"  # the process that this one ends with; torchrun does not set it
+LAUNCHED = "GPT2LAB_LAUNCHED"  # set for the ranks of our own launcher, which prints their errors
+
+
+def end_at_once_on(*numbers: int) -> None:
+    """Have these signals end this process at once, default all that stop a run, and end with its launcher.
+
+    The first lines of a program call it: importing torch takes seconds, and waiting for other ranks may take an hour.
+    `Signals` replaces the handlers.
+    """
+    for number in numbers or STOP_SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, end_at_once)
+    parent = os.environ.pop(PARENT, "")
+    if parent.isdecimal() or "RANK" in os.environ:
+        end_with_parent(int(parent) if parent.isdecimal() else None)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:
+    """End this process with exit code 1, without an exception: imported C++ code would abort on one."""
+    if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
+        with suppress(OSError):
+            os.write(2, f"{interruption(number)}\n".encode())
+    os._exit(1)
+
+
+def interruption(number: int) -> str:
+    """Return the line of a program that a signal has ended."""
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    return f"error: interrupted{by}"
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -118,11 +153,24 @@ def end_with_parent(parent: int | None = None) -> None:
     if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
-    parent = parent or os.getppid()
+    now = os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the kernel knew
+    # It may have died before the kernel knew. torchrun tells its workers no process id.
+    is_lost = parent is None and "TORCHELASTIC_RUN_ID" in os.environ and _is_init(now)
+    if is_lost or os.getppid() != (parent or now):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_init(process: int) -> bool:
+    """Tell whether a process adopts orphans: pid 1, unless it is a launcher as in a container, or a user's systemd."""
+    program = ""
+    with suppress(OSError):  # another user's, or the system's
+        program = Path(os.readlink(f"/proc/{process}/exe")).name
+    return program == "systemd" or (process == 1 and "python" not in program)
+
+
+GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def launcher_grace_seconds(environ: Mapping[str, str]) -> float | None:
@@ -136,7 +184,7 @@ def launcher_grace_seconds(environ: Mapping[str, str]) -> float | None:
     with suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
     typed = re.search(r"--shutdown[-_]timeout[= ](\d+)", command)
-    return float(typed[1] if typed else environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    return float(typed[1] if typed else environ.get(GRACE, "30"))
 
 
 def show_stacks_on_request() -> None:

@@ -58,7 +58,7 @@ class Trainer:
         Raises: NonFiniteError, SaveError (FolderLostError), DataError, DriftError; PeerError if another rank died.
         """
         self.saves.warn_of_grace()
-        self.control.signals.answer = self.answer
+        self.control.signals.answer, self.control.signals.ends_at_once = self.answer, False
         self.heartbeat.rescue = self.saves.rescue
         self.heartbeat.is_out_of_time = self.is_out_of_time
         try:

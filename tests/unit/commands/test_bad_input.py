@@ -179,8 +179,11 @@ CASES = {
     "bf16 without the hardware": Case(
         ["--dtype=bf16"], ("dtype bf16: this cpu has no native bf16",)
     ),
+    "no rank": Case(["--gpus=0"], ("gpus 0", "at least 1")),
+    "ranks for a list": Case(["--gpus=2", "--list_checkpoints"], ("--gpus goes with",)),
+    "a batch that ranks cannot share": Case(["--gpus=3"], ("total_batch_size", "x 3 = 96")),
     "fsdp for one process": Case(
-        ["--parallel=fsdp"], ("parallel fsdp: shards", "there is one", "--nproc_per_node")
+        ["--parallel=fsdp"], ("parallel fsdp: shards", "there is one", "--gpus")
     ),
     "zero1 for one process": Case(
         ["--parallel=zero1", "--resume=latest"], ("parallel zero1",), lambda p: p.checkpoint(5)

@@ -166,13 +166,6 @@ def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path):
         assert done.returncode == 2, program
 
 
-def test_ctrl_c_while_python_makes_a_class_is_one_line(capsys):
-    error = RuntimeError("Error calling __set_name__ on 'Field' instance")
-    error.__cause__ = KeyboardInterrupt()
-    assert run_command(Mock(side_effect=error)) == 1
-    assert capsys.readouterr().err == "error: interrupted\n"
-
-
 def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", (3, 8))
     with pytest.raises(SystemExit) as end:

@@ -228,6 +228,12 @@ def test_an_error_that_all_ranks_share_is_one_line_and_torchruns_root_cause(flag
     assert said in done.stderr.rpartition("Root Cause")[2]
 
 
+def test_ranks_are_started_once(flags, monkeypatch):
+    assert call(TRAIN, *flags, "--run_name=two", "--gpus=2", "--dry_run").returncode == 0
+    monkeypatch.setenv("RANK", "0")
+    assert call(TRAIN, *flags, "--run_name=two", "--gpus=2").returncode == 2
+
+
 # -- impatience ------------------------------------------------------------------------------------------------------
 
 _INTERRUPTS = """

@@ -1,0 +1,81 @@
+"""`--gpus 2` beside torchrun: the run ends alike; our launcher adds the exit code, and the cause as its last line."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+from harness import PACE, FaultRun
+
+pytestmark = pytest.mark.fault
+
+LAUNCHERS: dict[str, dict[str, object]] = {
+    "torchrun": {"world": 2, "more": ()},
+    "gpus": {"world": 1, "more": ("--gpus=2",)},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a run of two ranks, and how it ends."""
+
+    fault: str = ""
+    sent: signal.Signals | None = None  # to the launcher, after step 6
+    flags: tuple[str, ...] = ()
+    codes: tuple[int, int] = (1, 1)  # of torchrun, and of --gpus
+    state: str | None = "failed"
+    exit_code: int | None = 1  # in status.json
+    saved: tuple[int, ...] | None = None  # None: the step that the status names
+    line: str = "error: "  # how the last line begins, under --gpus
+
+
+CASES = {
+    "a rank is killed": Case("step:kill9@15,rank=1", saved=(14,), line="error: rank 1 "),
+    "rank 0 is killed": Case(
+        "step:kill9@15,rank=0", state="running", exit_code=None, saved=(14,), line="error: rank 0 "
+    ),
+    "an error on a rank": Case("step:raise@15,rank=1", saved=(14,), line="RuntimeError: "),
+    "an error of all": Case(flags=("--max_lr=1e30",), codes=(1, 76), exit_code=76, saved=()),
+    "a rejection": Case(flags=("--resume=7",), codes=(1, 2), state=None),
+    "a hang": Case(
+        "step:freeze@15,rank=1",
+        flags=("--hang_seconds=1.5",),
+        codes=(1, 78),
+        exit_code=78,
+        saved=(14,),
+    ),
+    "the launcher is killed": Case(
+        sent=signal.SIGKILL, codes=(-9, -9), state="stopped", exit_code=0, line=""
+    ),
+    "SIGTERM": Case(sent=signal.SIGTERM, codes=(1, 0), state="stopped", exit_code=0, line=""),
+    "Ctrl+C": Case(sent=signal.SIGINT, codes=(1, 0), state="stopped", exit_code=0, line=""),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", CASES)
+def test_both_launchers_end_a_run_alike(name, launcher, run: FaultRun):
+    case, how = CASES[name], LAUNCHERS[launcher]
+    run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
+    process = run.start(
+        *case.flags,
+        *how["more"],
+        world=how["world"],
+        FAULT=";".join(filter(None, [PACE, case.fault])),
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2" if "hang" in name else "30",
+    )
+    if case.sent is not None:
+        run.wait_for(process, "step", 6)
+        process.send_signal(case.sent)
+    assert run.end_of(process) == case.codes[launcher == "gpus"], run.errors()
+    run.assert_no_process_left(process)
+    if case.state is not None:
+        status = run.status()
+        assert (status["state"], status["exit_code"]) == (case.state, case.exit_code)
+        expected = (status["step"],) if case.saved is None else case.saved
+        assert tuple(run.saved()) == expected
+    if launcher == "gpus":
+        last = run.errors().splitlines()[-1:]
+        assert last == [] if case.line == "" else last[0].startswith(case.line), run.errors()
+        assert "torch.distributed" not in run.errors()

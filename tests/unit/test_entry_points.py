@@ -1,0 +1,54 @@
+"""What every entry point does before it imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import launch
+from gpt2lab import SPIN_COUNT, WAITING
+
+# Python imports this file at its start: the first import of torch ends the program and shows the environment.
+AT_TORCH = """
+import os, sys
+
+def show(event, args):
+    if event == "import" and args[0] == "torch":
+        os.write(1, repr({name: os.environ.get(name) for name in NAMES}).encode())
+        os._exit(0)
+
+sys.addaudithook(show)
+""".replace("NAMES", repr(WAITING))
+SOURCES = launch.REPOSITORY / "src"
+
+
+LIBRARY = ["-c", "import gpt2lab, torch"]
+TUNE = ["--init_from=x", "--instructions=demo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["src/train.py"], {}),
+        (["-m", "gpt2lab.train"], {}),
+        (["-m", "gpt2lab", "train"], {}),
+        (["src/finetune.py", *TUNE], {}),
+        (["-m", "gpt2lab.finetune", *TUNE], {}),
+        (LIBRARY, {}),
+        *[(LIBRARY, {name: "7"}) for name in WAITING],
+    ],
+)
+def test_openmps_threads_spin_briefly_unless_told_otherwise(words, typed, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(AT_TORCH)
+    path = os.pathsep.join([str(tmp_path), str(SOURCES)])
+    others = {name: value for name, value in os.environ.items() if name not in WAITING}
+    # A rank begins with torch; a single process resolves its start first.
+    environment = {**others, "PYTHONPATH": path, "RANK": "0", **typed}
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=launch.REPOSITORY, capture_output=True
+    )
+    expected = typed or {"GOMP_SPINCOUNT": SPIN_COUNT}
+    assert done.stdout.decode() == repr({name: expected.get(name) for name in WAITING}), done.stderr
