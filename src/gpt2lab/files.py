@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from gpt2lab.errors import GPT2LabError
 
@@ -25,41 +26,97 @@ _MAX_DEPTH = 50  # of lists and objects in each other; a deeper file is meant to
 _BLOCK = 1 << 22  # bytes that are written and hashed at a time
 
 
-def open_regular(
-    path: Path, mode: Literal["rb", "ab"] = "rb", flags: int = os.O_RDONLY
-) -> BinaryIO:
-    """Open a regular file, by default to read its bytes. A pipe or a device is rejected and never waited for.
+_KINDS = {
+    **{
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a link",
+        stat.S_IFIFO: "a pipe",
+    },
+    **{stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
+}
+_MOST_HOLES = (
+    64 << 20
+)  # bytes: a power cut may leave some, and reading terabytes of zeros takes hours
+
+
+def wrong_kind(path: Path, *, wanted: int = stat.S_IFREG, follow: bool = False) -> str | None:
+    """Say what a path is, `a link, not a file`, if it is another kind than `wanted`; None also if nothing is there."""
+    try:
+        kind = stat.S_IFMT(os.stat(path, follow_symlinks=follow).st_mode)
+    except OSError:  # whoever opens it learns why
+        return None
+    return None if kind == wanted else f"{_KINDS[kind]}, not {_KINDS[wanted]}"
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """Open a text file of a run: the `opener` of each. No link is followed, and nothing is waited for.
+
+    Raises: OSError for a link, a pipe, a socket, a device, a folder, and for a file of holes.
+    """
+    descriptor = _open_regular(path, flags)
+    if _holes(descriptor) > _MOST_HOLES:
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, "damaged: it has holes, which nothing wrote", str(path))
+    return descriptor
+
+
+def _open_regular(path: str | Path, flags: int, *, follow: bool = False) -> int:
+    # Before it is opened: some devices act on that.
+    if (problem := wrong_kind(Path(path), follow=follow)) is not None:
+        raise OSError(errno.ELOOP, problem, str(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, "not a file", str(path))
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _holes(descriptor: int) -> int:
+    """Count the bytes of a file that were never written, at least until they are too many."""
+    found = os.fstat(descriptor)
+    size, at, holes = found.st_size, 0, 0
+    if size - 512 * found.st_blocks <= _MOST_HOLES:
+        return 0
+    with suppress(
+        OSError
+    ):  # no data after the last hole; a disk that compresses may have none at all
+        while holes <= _MOST_HOLES:
+            hole = os.lseek(descriptor, at, os.SEEK_HOLE)
+            holes += size - hole
+            at = os.lseek(descriptor, hole, os.SEEK_DATA)
+            holes -= size - at
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return holes
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file to read its bytes; `follow`: also through a link, as data and models of a user may lie.
 
     Raises: OSError.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return os.fdopen(descriptor, mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return open(path, "rb", opener=partial(_open_regular, follow=follow))
 
 
-def read_regular(path: Path, *, at_most: int) -> bytes:
+def read_regular(path: Path, *, at_most: int, follow: bool = False) -> bytes:
     """Return the content of a regular file.
 
     Raises: OSError, also if it has over `at_most` bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size > at_most:
             raise OSError(errno.EFBIG, f"over {at_most} bytes", str(path))
         return file.read()
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Path, *, follow: bool = True) -> str:
     """Return the sha256 of a file in hex; the file is read in blocks.
 
     Raises: OSError.
     """
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -215,6 +272,8 @@ def staged_new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, *, make: Callable[[Path], None]) -> Iterator[Path]:
     """Sweep what killed processes left of `path`, and make a temporary of its own, locked as long as it is one."""
+    if (problem := wrong_kind(path)) == "a device, not a file":  # /dev/null must stay one
+        raise OSError(errno.ELOOP, problem, str(path))
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.{_HEX}"):
         sweep(leftover)
     while True:
@@ -283,6 +342,21 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Make a folder if it is not there, and let one process at a time into the block.
+
+    Raises: OSError.
+    """
+    path.mkdir(exist_ok=True)
+    descriptor = _open_locked(path, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def _sync(path: Path) -> None:
     with open_regular(path) as file:
         os.fsync(file.fileno())
@@ -302,6 +376,7 @@ class JsonFile:
     error: type[GPT2LabError]
     fix: str = ""
     at_most: int = 64 * 1024 * 1024  # bytes
+    follow: bool = False  # also through a link, see `open_regular`
 
     def rejected(self, problem: str) -> GPT2LabError:
         """Return the error that names the file, the problem and the fix."""
@@ -313,7 +388,7 @@ class JsonFile:
         Raises: `error`.
         """
         try:
-            found = parse_json(read_regular(self.path, at_most=self.at_most))
+            found = parse_json(read_regular(self.path, at_most=self.at_most, follow=self.follow))
         except OSError as error:
             raise self.error(f"{self.path}: {error.strerror}") from error
         except ValueError as error:

@@ -127,7 +127,7 @@ def read_labels(run_dir: Path, *, strict: bool = False) -> dict[str, str]:
     Raises: OSError with `strict` if a label exists but cannot be read.
     """
     folder = run_dir / LABELS
-    if not folder.is_dir():
+    if not folder.is_dir() or folder.is_symlink():
         return {}
     found = {}
     for path in folder.iterdir():

@@ -146,7 +146,7 @@ def _next_rate(optimizer: Any) -> float | None:
 
 def _load(path: Path, *, trust: bool) -> Any:
     try:
-        open_regular(path).close()
+        open_regular(path, follow=True).close()
         allowed = _stand_ins(path)
         if len(allowed) > len(_NUMBER_TYPES) and not trust:
             raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +133,13 @@ def _measured(target: Target) -> dict[str, str]:
 
 def _forecast(run_dir: Path) -> dict[str, str]:
     """Return the planned time beside the actual one if the run's estimate.json has both."""
+    content = history.read_json(run_dir / "estimate.json") or {}
     try:
-        content = json.loads((run_dir / "estimate.json").read_bytes())
         hours = [content["estimate"][f"{name}_hours"] for name in ("low", "estimated", "high")]
         hours.append(content["actual"]["hours"])
         low, value, high, spent = (fmt.duration(3600 * each) for each in hours)
         return {"time": f"planned {value} ({low} ... {high}), actual {spent}"}
-    # Not there, not finished, or another version's.
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):  # not there, not finished, or another version's
         return {}
 
 

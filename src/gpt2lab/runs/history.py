@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
-import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
-from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
+from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError, to_gpt2lab_error
 from gpt2lab.files import (
     COUNT,
     NUMBER,
@@ -30,9 +31,10 @@ from gpt2lab.files import (
     Rules,
     object_with,
     or_null,
+    regular,
 )
 from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
-from gpt2lab.runs.log_cache import Blocks
+from gpt2lab.runs.log_cache import Blocks, open_lines
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
@@ -89,7 +91,7 @@ def iter_events(run_dir: Path) -> Iterator[Event]:
     path = run_dir / METRICS
     if not path.exists():
         return
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         yield from _parsed(line for line in file if line.endswith(b"\n"))
 
 
@@ -107,7 +109,7 @@ def newest_event(run_dir: Path) -> Event | None:
     size, length = path.stat().st_size if path.exists() else 0, _TAIL
     while size:
         begin = max(0, size - length)
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(begin)
             lines = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
         newest = next(_parsed(reversed(lines)), None)
@@ -129,15 +131,18 @@ def open_log(run_dir: Path) -> Log:
     Raises: OSError.
     """
     path = run_dir / METRICS
-    return Log(path if path.exists() else b"")
+    return Log(path if os.path.lexists(path) else b"")
 
 
 def read_log(run_dir: Path) -> Log:
     """Read a run's log as `open_log` does, and warn of damaged lines, once a process.
 
-    Raises: GPT2LabError if no line of it is an event; OSError.
+    Raises: GPT2LabError if no line of it is an event, or it is no file; OSError.
     """
-    log = open_log(run_dir)
+    try:
+        log = open_log(run_dir)
+    except OSError as error:
+        raise (error if error.errno != errno.ELOOP else to_gpt2lab_error(error) or error) from None
     if log.problem and not log:
         raise GPT2LabError(log.problem)
     if log.problem:
@@ -184,7 +189,7 @@ class Log:
         return cls("".join(json.dumps(event) + "\n" for event in events).encode())
 
     def _open(self) -> IO[bytes]:
-        return io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb")
+        return open_lines(self._log)
 
     def _read_others(self) -> None:
         """Keep the events other than steps, and name damaged lines."""
@@ -461,7 +466,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         required, optional = _FORMS.get(path.name, ({}, {}))
         file.check(found, required, optional)
     except ConfigError as error:
-        if path.exists():
+        if os.path.lexists(path):
             warn_once(f"{error}; left out")
         return None
     return found

@@ -124,7 +124,7 @@ def run_and_step(folder: Path) -> tuple[Path, int | None] | None:
 
 
 def _is_hf(folder: Path) -> bool:
-    file = JsonFile(folder / HF_CONFIG, CheckpointError)
+    file = JsonFile(folder / HF_CONFIG, CheckpointError, follow=True)
     return file.path.is_file() and "model_type" in file.read()
 
 

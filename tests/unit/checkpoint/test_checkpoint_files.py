@@ -138,8 +138,8 @@ class FullDisk(FileIO):
 
     code = errno.ENOSPC
 
-    def __init__(self, path: Path, mode: str) -> None:
-        super().__init__(path, mode)
+    def __init__(self, path: Path, mode: str, **how: Any) -> None:
+        super().__init__(path, mode, **how)
         self.left, self.failures = 3000, 4
 
     def write(self, content: Any) -> int:
@@ -172,8 +172,8 @@ def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(run, monkeypatch,
 
 def test_what_the_metrics_never_took_is_counted(run, monkeypatch, capsys):
     class AlwaysFull(FullDisk):
-        def __init__(self, path: Path, mode: str) -> None:
-            super().__init__(path, mode)
+        def __init__(self, path: Path, mode: str, **how: Any) -> None:
+            super().__init__(path, mode, **how)
             self.failures = 10**9
 
     monkeypatch.setattr(logger, "FileIO", AlwaysFull)
