@@ -33,6 +33,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
 )
 
+# What a run notes for its user, of a mirror that was typed.
+_STATE = tempfile.TemporaryDirectory(prefix="gpt2lab-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
+
 # Each has one thread: OpenMP's threads spin while they wait, and would take the cores from other tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +19,7 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
-from gpt2lab.files import replace_durably
+from gpt2lab.files import read_regular, replace_durably
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
@@ -38,6 +40,29 @@ class MirroredRun:
 
     url: str
     run_dir: Path
+
+
+def _record_of(run_dir: Path) -> Path:
+    """Return the user's own note of the mirror that was typed for a run on this machine."""
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    return paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
+
+
+def remember_mirror(run: MirroredRun) -> None:
+    """Note on this machine that a person chose a run's mirror, so that a resume may use it without being told."""
+    record = _record_of(run.run_dir)
+    with contextlib.suppress(OSError):  # no home folder: then each resume has to name it
+        if not is_remembered(run):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(record, run.url)
+
+
+def is_remembered(run: MirroredRun) -> bool:
+    """Tell whether a person chose this mirror for this folder on this machine: a checkpoint alone chooses nothing."""
+    try:
+        return read_regular(_record_of(run.run_dir), at_most=10_000) == run.url.encode()
+    except OSError:
+        return False
 
 
 def find_mirrored(request: RunRequest) -> MirroredRun | None:
