@@ -33,10 +33,6 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
 )
 
-# What a run notes for its user, of a mirror that was typed.
-_STATE = tempfile.TemporaryDirectory(prefix="gpt2lab-tests-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
-
 # Each has one thread: OpenMP's threads spin while they wait, and would take the cores from other tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -112,6 +108,12 @@ def straight(tiny_data, tmp_path_factory) -> Run:
     run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
     run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory) -> None:
+    """Keep what runs note for their user, such as a mirror that was typed, away from the real one's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.settings import data_name, options_of
+from gpt2lab.errors import printable
 from gpt2lab.optim.schedule import describe_rates
 from gpt2lab.runs import history
 from gpt2lab.runs.target import Target
@@ -59,7 +61,7 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     source = f"the Hugging Face model `{target.name}`"
     if target.checkpoint is not None:
         manifest = target.checkpoint.manifest
-        source = f"step {manifest['step']:,} of the run `{target.folder.parent.name}`"
+        source = f"step {manifest['step']:,} of the run {_quoted(target.folder.parent.name)}"
         rows |= _trained_on(target.checkpoint) | _measured(target) | _forecast(target.folder.parent)
     tokenizer = target.tokenizer()
     problem = why_no_text(tokenizer, shape.vocab_size)
@@ -91,15 +93,20 @@ def _trained_on(checkpoint: CheckpointInfo) -> dict[str, str]:
     config, manifest = checkpoint.config(), checkpoint.manifest
     rows = {}
     if manifest.get("initial_weights"):
-        rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
+        rows["initial weights"] = _quoted(manifest["initial_weights"]["init_from"])
     if rank := config.tuning.lora_r:
         rows["adapters"] = f"LoRA of rank {rank}, merged into the weights"
     return rows | {
-        "training data": f"`{data_name(config)}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
+        "training data": f"{_quoted(data_name(config))}, fingerprint {_quoted(manifest['data_fingerprint'])[:13]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
         f"{config.batch.total_batch_size:,}, {config.system.dtype}",
         "optimizer": describe_rates(config.optim),
     }
+
+
+def _quoted(text: str) -> str:
+    """Quote text of a manifest, which anybody may have written, as code in one cell of a table."""
+    return f"`{re.sub(r'[`|<>]', '?', printable(text))}`"
 
 
 def _measured(target: Target) -> dict[str, str]:

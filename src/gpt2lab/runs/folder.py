@@ -33,6 +33,7 @@ _FOLDERS = (
     "tensorboard",
     "trackers",
     "heartbeat",
+    "wandb",
 )
 
 
@@ -190,8 +191,12 @@ def check_entries(run_dir: Path) -> None:
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
         ):
             os.close(regular(path, os.O_RDONLY))
-    for path in (*map(run_dir.joinpath, _FOLDERS), *run_dir.glob("evaluations/step_*[0-9]")):
-        if (problem := wrong_kind(path, wanted=stat.S_IFDIR)) is not None:
+    folders = (*map(run_dir.joinpath, _FOLDERS), *run_dir.glob("evaluations/step_*[0-9]"))
+    problems = [(path, wrong_kind(path, wanted=stat.S_IFDIR)) for path in folders]
+    replaced = (*run_dir.glob("*.json"), *run_dir.glob("labels/*"))
+    problems += [(path, wrong_kind(path)) for path in replaced if path.is_dir()]
+    for path, problem in problems:
+        if problem is not None:
             raise ConfigError(f"{path}: {problem}; {fix}")
 
 

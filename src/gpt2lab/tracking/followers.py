@@ -15,6 +15,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,13 +32,18 @@ from typing import IO, Any
 
 from gpt2lab import paths
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
-from gpt2lab.files import COUNT, STRING, TEXT, JsonFile, regular, replace_durably
+from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
 from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
 
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
+# Of a run of ours: another would be one of the user's own runs, or a part of a query.
+_ID: Rule = (
+    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{8}", value)),
+    "8 hex digits",
+)
 FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
 
 
@@ -245,7 +251,7 @@ def _read_sent(file: JsonFile, place: str) -> Sent:
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
-        file.check(values, {"id": TEXT, "place": STRING, **numbers})
+        file.check(values, {"id": _ID, "place": STRING, **numbers})
         if values["place"] == place:
             return Sent(**{field: values[field] for field in ("id", "place", *numbers)})
     return Sent(uuid.uuid4().hex[:8], place)
