@@ -112,7 +112,7 @@ _FIXES = {  # of system errors that are not bugs
         (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another place"
     ),
     **dict.fromkeys((errno.EROFS, errno.ENOTDIR), "choose another place"),
-    errno.ELOOP: "remove it, or choose another place",
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR), "remove it, or choose another place"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
     errno.EIO: "its disk fails; repair it, or choose another place, and start again",
     errno.ENAMETOOLONG: "choose a shorter name",

@@ -26,27 +26,19 @@ _MAX_DEPTH = 50  # of lists and objects in each other; a deeper file is meant to
 _BLOCK = 1 << 22  # bytes that are written and hashed at a time
 
 
-_KINDS = {
-    **{
-        stat.S_IFREG: "a file",
-        stat.S_IFDIR: "a folder",
-        stat.S_IFLNK: "a link",
-        stat.S_IFIFO: "a pipe",
-    },
-    **{stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
-}
-_MOST_HOLES = (
-    64 << 20
-)  # bytes: a power cut may leave some, and reading terabytes of zeros takes hours
+_KINDS = dict(
+    zip("-dlpscb", ["file", "folder", "link", "pipe", "socket", "device", "device"], strict=True)
+)
+_MOST_HOLES = 64 << 20  # bytes: a power cut may leave some; to read terabytes of zeros takes hours
 
 
-def wrong_kind(path: Path, *, wanted: int = stat.S_IFREG, follow: bool = False) -> str | None:
-    """Say what a path is, `a link, not a file`, if it is another kind than `wanted`; None also if nothing is there."""
+def wrong_kind(path: str | Path, *, wanted: str = "file", follow: bool = False) -> str | None:
+    """Say what is there instead of a file (or a folder): `a link, not a file`; None also if nothing is."""
     try:
-        kind = stat.S_IFMT(os.stat(path, follow_symlinks=follow).st_mode)
+        kind = _KINDS[stat.filemode(os.stat(path, follow_symlinks=follow).st_mode)[0]]
     except OSError:  # whoever opens it learns why
         return None
-    return None if kind == wanted else f"{_KINDS[kind]}, not {_KINDS[wanted]}"
+    return None if kind == wanted else f"a {kind}, not a {wanted}"
 
 
 def regular(path: str | Path, flags: int) -> int:
@@ -55,40 +47,30 @@ def regular(path: str | Path, flags: int) -> int:
     Raises: OSError for a link, a pipe, a socket, a device, a folder, and for a file of holes.
     """
     descriptor = _open_regular(path, flags)
-    if _holes(descriptor) > _MOST_HOLES:
-        os.close(descriptor)
-        raise OSError(errno.ELOOP, "damaged: it has holes, which nothing wrote", str(path))
+    found = os.fstat(descriptor)
+    # A disk that compresses stores less than the size too, and has no holes then.
+    if found.st_size - 512 * found.st_blocks > _MOST_HOLES:
+        hole = found.st_size
+        with suppress(OSError):  # of a disk that cannot tell
+            hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        if hole < found.st_size:
+            os.close(descriptor)
+            what = f"{os.path.basename(path)} has holes, which nothing wrote"
+            raise OSError(errno.ELOOP, what, str(path))
     return descriptor
 
 
 def _open_regular(path: str | Path, flags: int, *, follow: bool = False) -> int:
-    # Before it is opened: some devices act on that.
-    if (problem := wrong_kind(Path(path), follow=follow)) is not None:
-        raise OSError(errno.ELOOP, problem, str(path))
-    descriptor = os.open(path, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    problem = wrong_kind(path, follow=follow)  # before: some devices act when they are opened
+    if problem is None:
+        flags |= os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.set_blocking(descriptor, True)
+            return descriptor
         os.close(descriptor)
-        raise OSError(errno.ELOOP, "not a file", str(path))
-    os.set_blocking(descriptor, True)
-    return descriptor
-
-
-def _holes(descriptor: int) -> int:
-    """Count the bytes of a file that were never written, at least until they are too many."""
-    found = os.fstat(descriptor)
-    size, at, holes = found.st_size, 0, 0
-    if size - 512 * found.st_blocks <= _MOST_HOLES:
-        return 0
-    with suppress(
-        OSError
-    ):  # no data after the last hole; a disk that compresses may have none at all
-        while holes <= _MOST_HOLES:
-            hole = os.lseek(descriptor, at, os.SEEK_HOLE)
-            holes += size - hole
-            at = os.lseek(descriptor, hole, os.SEEK_DATA)
-            holes -= size - at
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return holes
+    raise OSError(errno.ELOOP, problem or "not a file", str(path))
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -110,13 +92,13 @@ def read_regular(path: Path, *, at_most: int, follow: bool = False) -> bytes:
         return file.read()
 
 
-def sha256_of(path: Path, *, follow: bool = True) -> str:
+def sha256_of(path: Path) -> str:
     """Return the sha256 of a file in hex; the file is read in blocks.
 
     Raises: OSError.
     """
     digest = hashlib.sha256()
-    with open_regular(path, follow=follow) as file:
+    with open_regular(path, follow=True) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -157,12 +139,6 @@ def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield view[begin : begin + _BLOCK]
 
 
-def _write_flushed(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def sync_folder(path: Path) -> None:
     """Make renames and new names in a folder survive a power cut.
 
@@ -191,7 +167,9 @@ def replace_durably(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         with staged_file(path) as temporary, open(temporary, "wb") as file:
-            _write_flushed(file, data)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
             os.replace(temporary, path)
     except OSError as error:
         error.filename = str(path)  # the one that is known
@@ -340,21 +318,6 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):  # the first error is the one to report; a start sweeps
             path.unlink()
-
-
-@contextmanager
-def locked_folder(path: Path) -> Iterator[None]:
-    """Make a folder if it is not there, and let one process at a time into the block.
-
-    Raises: OSError.
-    """
-    path.mkdir(exist_ok=True)
-    descriptor = _open_locked(path, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -185,7 +185,7 @@ def verify(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{path}: damaged ({size} bytes, written as {expected['bytes']})"
                 )
-            found = sha256_of(path, follow=False)
+            found = sha256_of(path)
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: damaged (sha256 does not match its manifest)")
     return manifest

@@ -146,14 +146,10 @@ def evaluate(
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
     from gpt2lab.interop.tasks import require_lm_eval
-    from gpt2lab.runs.folder import check_entries
     from gpt2lab.runs.target import find_target
 
     def find() -> Target:
-        target = find_target(request.target, request.checkpoint_dir)
-        if target.checkpoint is not None:  # results may be written beside it
-            check_entries(target.checkpoint.path.parent)
-        return target
+        return find_target(request.target, request.checkpoint_dir)
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None

@@ -153,10 +153,8 @@ def _load(path: Path, *, trust: bool) -> Any:
             raise CheckpointError(
                 f"{path}: holds pickled objects, which can run code; if you know who wrote it, add --trust"
             )
-        with (
-            warnings.catch_warnings(),
-            torch.serialization.safe_globals(allowed if trust else []),
-        ):
+        torchs = torch.serialization.safe_globals(allowed if trust else [])
+        with warnings.catch_warnings(), torchs:
             warnings.simplefilter("ignore")  # torch's own lines about a pickle of another kind
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

@@ -15,9 +15,8 @@ from gpt2lab.mirror.resume import (
     fetch_before_start,
     fetch_on_this_machine,
     find_mirrored,
-    is_remembered,
+    may_use,
     open_uploader,
-    remember_mirror,
     wait_limit,
 )
 from gpt2lab.mirror.storage import connect
@@ -37,21 +36,19 @@ class CheckpointMirror(Extension):
         self._warnings: list[str] = []
         self._uploader: Uploader | None = None
         self._run: LiveRun | None = None
-        self._is_chosen = self._is_used = False
+        self._is_typed = self._is_used = False
 
     def requested(self, request: RunRequest) -> None:
         """Fetch a newer checkpoint, and reject a mirror that cannot be one of this run.
 
         Raises: ConfigError, CheckpointError.
         """
-        self._is_chosen = "checkpoint_mirror" in request.chosen
+        self._is_typed = "checkpoint_mirror" in request.chosen
         if (run := find_mirrored(request)) is None:
             return
-        if not self._is_chosen and not is_remembered(run):
-            self._warnings = [
-                f"no copies go to {run.url}: the checkpoint names it, and nobody did on this machine; "
-                f"--checkpoint_mirror {fmt.word_of_bash(run.url)} uses it"
-            ]
+        if not self._is_typed and not may_use(run, is_typed=False):
+            said = "used if typed: the checkpoint names it, and nobody did on this machine"
+            self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(run.url)} is only {said}"]
             return
         self._warnings = fetch_before_start(run, request)
         if (warning := check_mirror(run, request)) is not None:
@@ -59,16 +56,14 @@ class CheckpointMirror(Extension):
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
         """Give this machine the checkpoint that rank 0 chose; of a complete run, copy what its last start could not."""
-        config = start.config.checkpoint
-        if config.checkpoint_mirror is None:
-            return
-        run = MirroredRun(config.checkpoint_mirror, start.run_dir)
-        is_own = self._is_chosen or start.checkpoint is None
-        self._is_used = runtime.on_rank_zero(lambda: is_own or is_remembered(run))
+        url = start.config.checkpoint.checkpoint_mirror
+        run = MirroredRun(url or "", start.run_dir)
+        is_typed = self._is_typed or start.checkpoint is None
+        self._is_used = runtime.on_rank_zero(lambda: bool(url) and may_use(run, is_typed=is_typed))
         if not self._is_used:
             return
         if runtime.local_rank == 0:
-            remember_mirror(run)
+            may_use(run, is_typed=True)
         if start.is_complete:
             if runtime.rank == 0:  # the other ranks wait in a barrier
                 catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)

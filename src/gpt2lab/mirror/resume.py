@@ -42,27 +42,19 @@ class MirroredRun:
     run_dir: Path
 
 
-def _record_of(run_dir: Path) -> Path:
-    """Return the user's own note of the mirror that was typed for a run on this machine."""
-    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
-    return paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
+def may_use(run: MirroredRun, *, is_typed: bool) -> bool:
+    """Tell whether a person chose a mirror: now, or before for this folder on this machine; a checkpoint must not.
 
-
-def remember_mirror(run: MirroredRun) -> None:
-    """Note on this machine that a person chose a run's mirror, so that a resume may use it without being told."""
-    record = _record_of(run.run_dir)
-    with contextlib.suppress(OSError):  # no home folder: then each resume has to name it
-        if not is_remembered(run):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(record, run.url)
-
-
-def is_remembered(run: MirroredRun) -> bool:
-    """Tell whether a person chose this mirror for this folder on this machine: a checkpoint alone chooses nothing."""
-    try:
-        return read_regular(_record_of(run.run_dir), at_most=10_000) == run.url.encode()
-    except OSError:
-        return False
+    What is typed is noted for later starts.
+    """
+    name = hashlib.sha256(os.fsencode(run.run_dir.resolve())).hexdigest()[:16]
+    record = paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
+    with contextlib.suppress(OSError):  # no home folder: then every start has to name it
+        if not is_typed:
+            return read_regular(record, at_most=10_000) == run.url.encode()
+        record.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(record, run.url)
+    return is_typed
 
 
 def find_mirrored(request: RunRequest) -> MirroredRun | None:
@@ -160,11 +152,8 @@ def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
 def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
     size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
     print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
-    folder = RunFolder(run_dir)  # locked, and swept of what a killed download left
-    try:
+    with contextlib.closing(RunFolder(run_dir)):  # locked, and swept of what a killed download left
         return catalog.open_checkpoint(mirror.fetch(copy, run_dir))
-    finally:
-        folder.close()
 
 
 def fetch_on_this_machine(start: Start) -> None:
@@ -219,40 +208,28 @@ def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
 
     It waits at most `most` seconds. What goes wrong is a warning: the run is complete.
     """
-    if start.config.checkpoint.checkpoint_mirror is None:
-        return
     try:
-        _catch_up(start, signals, most)
+        with contextlib.closing(RunFolder(start.run_dir)):  # locked before anything is copied
+            uploader = open_uploader(start)
+            uploader.notify_saved()
+            uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
+            report, _ = uploader.take_report() or (None, [])
+            path = start.run_dir / "status.json"
+            status = history.read_json(path)
+            if report is None or status is None:
+                return
+            if status.get("mirror") != report.to_dict():
+                status["mirror"] = report.to_dict()
+                replace_durably(path, json.dumps(status, indent=1) + "\n")
+            print(describe_mirror(status))
     except (OSError, GPT2LabError) as error:
         print(f"warning: checkpoint mirror not updated: {first_line(error)}", file=sys.stderr)
 
 
-def _catch_up(start: Start, signals: Signals, most: float) -> None:
-    folder = RunFolder(start.run_dir)  # locked before anything is copied
-    try:
-        uploader = open_uploader(start)
-        if uploader is None:
-            return
-        uploader.notify_saved()
-        uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
-        report, _ = uploader.take_report() or (None, [])
-        path = start.run_dir / "status.json"
-        status = history.read_json(path)
-        if report is None or status is None:
-            return
-        if status.get("mirror") != report.to_dict():
-            status["mirror"] = report.to_dict()
-            replace_durably(path, json.dumps(status, indent=1) + "\n")
-        print(describe_mirror(status))
-    finally:
-        folder.close()
-
-
-def open_uploader(start: Start) -> Uploader | None:
-    """Begin to copy what the mirror lacks, if there is one."""
+def open_uploader(start: Start) -> Uploader:
+    """Begin to copy what the mirror lacks."""
     config = start.config.checkpoint
-    if config.checkpoint_mirror is None:
-        return None
+    assert config.checkpoint_mirror is not None
     uploader = Uploader(
         # A folder that is gone since it was checked must not end a run; every save looks for it again.
         connect(config.checkpoint_mirror, start.run_dir.name, must_exist=False),

@@ -5,21 +5,14 @@ The file of a step holds {step, attempt, tasks: {name: {task, n, num_fewshot, me
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.files import (
-    COUNT,
-    NUMBER,
-    locked_folder,
-    mismatch,
-    object_of,
-    object_with,
-    or_null,
-    replace_durably,
-)
+from gpt2lab import files
+from gpt2lab.files import COUNT, NUMBER, mismatch, object_of, object_with, or_null, replace_durably
 from gpt2lab.runs.history import Log, read_json, warn_once
 
 FOLDER = "evaluations"
@@ -46,7 +39,9 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
     Raises: OSError.
     """
     attempt, path = attempt_of(log, step), items_folder(run_dir, step).with_suffix(".json")
-    with locked_folder(path.parent):  # another `evaluate` of this step may end now
+    path.parent.mkdir(exist_ok=True)
+    with open(path.parent / ".lock", "a", opener=files.regular) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another `evaluate` of this step may end now
         known = read_json(path) or {}
         before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
         content = {"step": step, "attempt": attempt, "tasks": before | tasks}

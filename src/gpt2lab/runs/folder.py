@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from gpt2lab.runs.events import METRICS
 
 LOCK, LOG = "run.lock", "log.txt"
 _APPENDED = (LOCK, METRICS, LOG)
-_FOLDERS = (
+_FOLDERS = [
     "labels",
     "evaluations",
     "validation",
@@ -34,7 +33,7 @@ _FOLDERS = (
     "trackers",
     "heartbeat",
     "wandb",
-)
+]
 
 
 class RunFolder:
@@ -184,20 +183,11 @@ def check_entries(run_dir: Path) -> None:
 
     Raises: ConfigError.
     """
-    fix = "remove it, or choose another --run_name"
-    for path in map(run_dir.joinpath, _APPENDED):
-        with (
-            system_errors_as(ConfigError, path, fix=fix),
-            contextlib.suppress(FileNotFoundError, NotADirectoryError),
-        ):
-            os.close(regular(path, os.O_RDONLY))
     folders = (*map(run_dir.joinpath, _FOLDERS), *run_dir.glob("evaluations/step_*[0-9]"))
-    problems = [(path, wrong_kind(path, wanted=stat.S_IFDIR)) for path in folders]
-    replaced = (*run_dir.glob("*.json"), *run_dir.glob("labels/*"))
-    problems += [(path, wrong_kind(path)) for path in replaced if path.is_dir()]
-    for path, problem in problems:
-        if problem is not None:
-            raise ConfigError(f"{path}: {problem}; {fix}")
+    for path in (*map(run_dir.joinpath, _APPENDED), *folders):
+        wanted = "folder" if path in folders else "file"
+        if (problem := wrong_kind(path, wanted=wanted)) is not None:
+            raise ConfigError(f"{path}: {problem}; remove it, or choose another --run_name")
 
 
 def lock(file: IO[str]) -> None:

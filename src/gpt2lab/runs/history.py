@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
-from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError, to_gpt2lab_error
+from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
 from gpt2lab.files import (
     COUNT,
     NUMBER,
@@ -137,12 +136,9 @@ def open_log(run_dir: Path) -> Log:
 def read_log(run_dir: Path) -> Log:
     """Read a run's log as `open_log` does, and warn of damaged lines, once a process.
 
-    Raises: GPT2LabError if no line of it is an event, or it is no file; OSError.
+    Raises: GPT2LabError if no line of it is an event; OSError.
     """
-    try:
-        log = open_log(run_dir)
-    except OSError as error:
-        raise (error if error.errno != errno.ELOOP else to_gpt2lab_error(error) or error) from None
+    log = open_log(run_dir)
     if log.problem and not log:
         raise GPT2LabError(log.problem)
     if log.problem:
@@ -187,9 +183,6 @@ class Log:
     def of(cls, events: Iterable[Event]) -> Log:
         """Return the log of these events."""
         return cls("".join(json.dumps(event) + "\n" for event in events).encode())
-
-    def _open(self) -> IO[bytes]:
-        return open_lines(self._log)
 
     def _read_others(self) -> None:
         """Keep the events other than steps, and name damaged lines."""
@@ -286,7 +279,7 @@ class Log:
             return None
         row = int(self._current[place])
         self._blocks.check(row)  # a resume relies on what is read here
-        with self._open() as file:
+        with open_lines(self._log) as file:
             return self._step_at(row, self._blocks.column("place"), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
@@ -318,7 +311,7 @@ class Log:
         Raises: GPT2LabError if the log was changed meanwhile.
         """
         places = self._blocks.column("place")
-        with self._open() as file:
+        with open_lines(self._log) as file:
             for row in np.sort(self._current).tolist():
                 yield self._step_at(row, places, file)
 

@@ -140,9 +140,8 @@ class MetricsLogger:
         Raises: OSError.
         """
         assert self._metrics is not None
-        with open(
-            self._metrics.name, "rb+", buffering=0, opener=regular
-        ) as file:  # the other one only appends
+        # Another one than the first, which only appends.
+        with open(self._metrics.name, "rb+", buffering=0, opener=regular) as file:
             file.seek(self._flushed)
             while block := os.pread(file.fileno(), _BLOCK, file.tell()):
                 file.write(block)

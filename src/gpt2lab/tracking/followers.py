@@ -40,10 +40,7 @@ from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, wit
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
 # Of a run of ours: another would be one of the user's own runs, or a part of a query.
-_ID: Rule = (
-    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{8}", value)),
-    "8 hex digits",
-)
+_ID: Rule = (lambda value: bool(re.fullmatch("[0-9a-f]{8}", str(value))), "8 hex digits")
 FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
 
 
