@@ -27,12 +27,13 @@ FILES = (
     *(f"step_00000004/{name}" for name in ("manifest.json", "state.json", "model.safetensors")),
 )
 KINDS = ("link", "dangling", "pipe", "socket", "device", "folder", "holes")
+OUTPUTS = {"report": ".html", "plot": ".png", "export": ""}
 COMMANDS = {
     "resume": ("train", "--resume=latest"),
     **{verb: (verb,) for verb in ("status", "runs list")},
     **{verb: (verb, "bad") for verb in ("runs repair-log", "runs rebuild-tensorboard")},
     "runs resume-command": ("runs resume-command", "bad"),
-    **{verb: (verb, "bad", "--out=out") for verb in ("report", "plot", "export")},
+    **{verb: (verb, "bad", f"--out=out{end}") for verb, end in OUTPUTS.items()},
     "compare": ("compare", "bad", "good"),
     "evaluate": ("evaluate", "bad", "--device=cpu"),
     "estimate": ("estimate",),
