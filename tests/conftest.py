@@ -110,6 +110,12 @@ def straight(tiny_data, tmp_path_factory) -> Run:
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory) -> None:
+    """Keep what runs note for their user, such as a mirror that was typed, away from the real one's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def _stays_on_this_machine() -> Iterator[None]:
     """Fail a test that tried to connect elsewhere, though what tried it swallowed the error."""

@@ -111,7 +111,8 @@ _FIXES = {  # of system errors that are not bugs
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another place"
     ),
-    **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.ELOOP), "choose another place"),
+    **dict.fromkeys((errno.EROFS, errno.ENOTDIR), "choose another place"),
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR), "remove it, or choose another place"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
     errno.EIO: "its disk fails; repair it, or choose another place, and start again",
     errno.ENAMETOOLONG: "choose a shorter name",

@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from gpt2lab.errors import GPT2LabError
 
@@ -25,29 +26,67 @@ _MAX_DEPTH = 50  # of lists and objects in each other; a deeper file is meant to
 _BLOCK = 1 << 22  # bytes that are written and hashed at a time
 
 
-def open_regular(
-    path: Path, mode: Literal["rb", "ab"] = "rb", flags: int = os.O_RDONLY
-) -> BinaryIO:
-    """Open a regular file, by default to read its bytes. A pipe or a device is rejected and never waited for.
+_KINDS = dict(
+    zip("-dlpscb", ["file", "folder", "link", "pipe", "socket", "device", "device"], strict=True)
+)
+_MOST_HOLES = 64 << 20  # bytes: a power cut may leave some; to read terabytes of zeros takes hours
+
+
+def wrong_kind(path: str | Path, *, wanted: str = "file", follow: bool = False) -> str | None:
+    """Say what is there instead of a file (or a folder): `a link, not a file`; None also if nothing is."""
+    try:
+        kind = _KINDS[stat.filemode(os.stat(path, follow_symlinks=follow).st_mode)[0]]
+    except OSError:  # whoever opens it learns why
+        return None
+    return None if kind == wanted else f"a {kind}, not a {wanted}"
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """Open a text file of a run: the `opener` of each. No link is followed, and nothing is waited for.
+
+    Raises: OSError for a link, a pipe, a socket, a device, a folder, and for a file of holes.
+    """
+    descriptor = _open_regular(path, flags)
+    found = os.fstat(descriptor)
+    # A disk that compresses stores less than the size too, and has no holes then.
+    if found.st_size - 512 * found.st_blocks > _MOST_HOLES:
+        hole = found.st_size
+        with suppress(OSError):  # of a disk that cannot tell
+            hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        if hole < found.st_size:
+            os.close(descriptor)
+            what = f"{os.path.basename(path)} has holes, which nothing wrote"
+            raise OSError(errno.ELOOP, what, str(path))
+    return descriptor
+
+
+def _open_regular(path: str | Path, flags: int, *, follow: bool = False) -> int:
+    problem = wrong_kind(path, follow=follow)  # before: some devices act when they are opened
+    if problem is None:
+        flags |= os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.set_blocking(descriptor, True)
+            return descriptor
+        os.close(descriptor)
+    raise OSError(errno.ELOOP, problem or "not a file", str(path))
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file to read its bytes; `follow`: also through a link, as data and models of a user may lie.
 
     Raises: OSError.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return os.fdopen(descriptor, mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return open(path, "rb", opener=partial(_open_regular, follow=follow))
 
 
-def read_regular(path: Path, *, at_most: int) -> bytes:
+def read_regular(path: Path, *, at_most: int, follow: bool = False) -> bytes:
     """Return the content of a regular file.
 
     Raises: OSError, also if it has over `at_most` bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size > at_most:
             raise OSError(errno.EFBIG, f"over {at_most} bytes", str(path))
         return file.read()
@@ -59,7 +98,7 @@ def sha256_of(path: Path) -> str:
     Raises: OSError.
     """
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -100,12 +139,6 @@ def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
             yield view[begin : begin + _BLOCK]
 
 
-def _write_flushed(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def sync_folder(path: Path) -> None:
     """Make renames and new names in a folder survive a power cut.
 
@@ -134,7 +167,9 @@ def replace_durably(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         with staged_file(path) as temporary, open(temporary, "wb") as file:
-            _write_flushed(file, data)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
             os.replace(temporary, path)
     except OSError as error:
         error.filename = str(path)  # the one that is known
@@ -215,6 +250,8 @@ def staged_new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, *, make: Callable[[Path], None]) -> Iterator[Path]:
     """Sweep what killed processes left of `path`, and make a temporary of its own, locked as long as it is one."""
+    if (problem := wrong_kind(path)) == "a device, not a file":  # /dev/null must stay one
+        raise OSError(errno.ELOOP, problem, str(path))
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.{_HEX}"):
         sweep(leftover)
     while True:
@@ -302,6 +339,7 @@ class JsonFile:
     error: type[GPT2LabError]
     fix: str = ""
     at_most: int = 64 * 1024 * 1024  # bytes
+    follow: bool = False  # also through a link, see `open_regular`
 
     def rejected(self, problem: str) -> GPT2LabError:
         """Return the error that names the file, the problem and the fix."""
@@ -313,7 +351,7 @@ class JsonFile:
         Raises: `error`.
         """
         try:
-            found = parse_json(read_regular(self.path, at_most=self.at_most))
+            found = parse_json(read_regular(self.path, at_most=self.at_most, follow=self.follow))
         except OSError as error:
             raise self.error(f"{self.path}: {error.strerror}") from error
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,17 @@ def test_a_new_file_replaces_none(tmp_path, monkeypatch, has_links):
     assert error.value.filename == str(tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == b"content"
     assert names(tmp_path) == {"new"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may make a device")
+def test_a_device_is_never_replaced(tmp_path):
+    """As `report --out /dev/null` by root did."""
+    null = tmp_path / "null"
+    os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    with pytest.raises(OSError, match="null"):
+        replace_durably(null, "content")
+    assert stat.S_ISCHR(null.stat().st_mode)
+    assert names(tmp_path) == {"null"}
 
 
 def test_a_folder_appears_with_the_end_of_its_block_or_not_at_all(tmp_path):

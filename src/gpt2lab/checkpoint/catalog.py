@@ -30,8 +30,7 @@ from gpt2lab.model.counts import (
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
-# Errors for an entry that is not a label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
-_NO_LABEL = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
+_NO_LABEL = (errno.ENOENT, errno.ELOOP, errno.EFBIG)  # deleted meanwhile, no file, too large
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def read_labels(run_dir: Path, *, strict: bool = False) -> dict[str, str]:
     Raises: OSError with `strict` if a label exists but cannot be read.
     """
     folder = run_dir / LABELS
-    if not folder.is_dir():
+    if not folder.is_dir() or folder.is_symlink():
         return {}
     found = {}
     for path in folder.iterdir():

@@ -16,7 +16,7 @@ from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
-from gpt2lab.files import staged_file, sync_folder
+from gpt2lab.files import regular, staged_file, sync_folder
 
 _SHOWN = 20  # damaged lines
 
@@ -67,9 +67,12 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
 
     removed: list[tuple[int, str]] = []
     original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-    with system_errors_as(SaveError, path, what="cannot be repaired", fix="it is what it was"):
+    with (
+        open(path, "rb", opener=regular) as log,
+        system_errors_as(SaveError, path, what="cannot be repaired", fix="it is what it was"),
+    ):
         with staged_file(path) as temporary:
-            with open(path, "rb") as log, open(temporary, "wb") as good:
+            with open(temporary, "wb") as good:
                 for number, line in enumerate(log, start=1):
                     try:
                         if not line.endswith(b"\n"):

@@ -28,10 +28,10 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
-from gpt2lab.files import JsonFile, sync_folder
+from gpt2lab.files import JsonFile, regular, sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
-from gpt2lab.runs.folder import LOCK, holder_of, lock
+from gpt2lab.runs.folder import LOCK, check_entries, holder_of, lock
 
 _NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
@@ -125,6 +125,7 @@ class Sync:
         for folder in folders:
             if not (folder / METRICS).is_file():
                 raise ConfigError(f"{folder}: no {METRICS}; not the folder of a run")
+            check_entries(folder)
         settings = [to_flat(history.read_config(folder)) for folder in folders]
         for folder, flat in zip(folders, settings, strict=True):
             count = tracking.sync(folder.resolve(), self.to, settings=flat)
@@ -292,7 +293,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
     Raises: ConfigError if somebody trains there.
     """
-    with open(run_dir / LOCK, "a") as file:
+    with open(run_dir / LOCK, "a", opener=regular) as file:
         try:
             lock(file)
         except OSError:

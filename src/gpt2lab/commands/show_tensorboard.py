@@ -23,6 +23,7 @@ from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, system_errors_as
+from gpt2lab.files import regular
 
 _HOST = "localhost"
 _START_SECONDS, _STOP_SECONDS = 120.0, 10.0
@@ -65,7 +66,7 @@ def _running(pid_file: Path) -> dict[str, int] | None:
     Raises: ConfigError while another process starts one.
     """
     try:
-        with open(pid_file) as file:
+        with open(pid_file, opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         try:
@@ -87,8 +88,8 @@ def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
     with (
         system_errors_as(ConfigError, folder, what="cannot write there"),
-        open(pid_file, "a") as file,
-        open(log, "w") as output,
+        open(pid_file, "a", opener=regular) as file,
+        open(log, "w", opener=regular) as output,
     ):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)

@@ -100,7 +100,7 @@ def _of_other_recipe(recipe: RecipeName) -> frozenset[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
+        return read_regular(path, at_most=_AT_MOST, follow=True).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except UnicodeDecodeError:

@@ -98,7 +98,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _file(path: Path) -> JsonFile:
-    return JsonFile(path, DataError, fix="prepare the data again", at_most=MAX_MANIFEST_BYTES)
+    return JsonFile(
+        path, DataError, fix="prepare the data again", at_most=MAX_MANIFEST_BYTES, follow=True
+    )
 
 
 def check_manifest(path: Path, manifest: dict[str, Any]) -> None:

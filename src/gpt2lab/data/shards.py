@@ -288,7 +288,7 @@ def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.nda
     import numpy as np
 
     size = index.stat().st_size
-    with open_regular(index) as file:
+    with open_regular(index, follow=True) as file:
         head = file.read(_MEGATRON_HEADER.size)
     if head.startswith(b"TNTIDX\x00\x00"):
         raise DataError(
@@ -329,7 +329,7 @@ def looks_32_bit(path: Path, offset: int = 0) -> bool:
     """
     import numpy as np
 
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         file.seek(offset)
         sample = file.read(_SAMPLE_BYTES)
     ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
@@ -350,7 +350,7 @@ def open_shard(path: Path) -> Shard:
                 kind = "an odd number of bytes" if size % 2 else "32-bit ids"
                 raise DataError(f"{path}: {kind}, not uint16 ids; import the folder again")
             return Shard(path, size // 2, 0)
-        with open_regular(path) as file:
+        with open_regular(path, follow=True) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             with _ONE_HEADER:
@@ -391,7 +391,7 @@ def measure_shard(
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
     width = ID_BYTES[dtype]
     lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
             digest.update(block)

@@ -20,7 +20,7 @@ import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import replace_durably, sha256_of
+from gpt2lab.files import read_regular, replace_durably, sha256_of
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -124,7 +124,7 @@ def read_items(path: Path) -> list[Item]:
         what="cannot be read as HellaSwag items",
         fix="give another --hellaswag_path (None: no HellaSwag)",
     ):
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path, at_most=1 << 30, follow=True).split(b"\n")
     items = [_parse(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise DataError(f"{path}: no HellaSwag items")

@@ -23,13 +23,14 @@ import numpy as np
 
 from gpt2lab.data.order import Order
 from gpt2lab.errors import DataError
-from gpt2lab.files import replace_durably
+from gpt2lab.files import read_regular, replace_durably
 
 Kind = Literal["validation", "hellaswag", "tasks"]
 KINDS: tuple[Kind, ...] = ("validation", "hellaswag", "tasks")  # tasks: one file each
 FORMAT = "gpt2lab-results/2"
 # The first had validation windows of equal weight as units.
 _FORMATS = ("gpt2lab-results/1", FORMAT)
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def read_results(path: Path) -> Results:
     Raises: DataError naming the file.
     """
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+        content = io.BytesIO(read_regular(path, at_most=_MOST_BYTES, follow=True))
+        if sum(one.file_size for one in zipfile.ZipFile(content).infolist()) > _MOST_BYTES:
+            raise ValueError(f"over {_MOST_BYTES} bytes unpacked")
+        with np.load(content, allow_pickle=False) as file:
             arrays = dict(file)
         head = json.loads(str(arrays.pop("head")))
         if head["format"] not in _FORMATS:

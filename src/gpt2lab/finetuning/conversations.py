@@ -19,6 +19,7 @@ from typing import Any
 
 from gpt2lab.data.hub import is_offline
 from gpt2lab.errors import DataError, system_errors_as
+from gpt2lab.files import open_regular, read_regular
 from gpt2lab.tokenizers.chat_template import Turn, alternating
 
 DEMO = "demo"
@@ -76,7 +77,7 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _line_records(path: Path) -> Iterator[tuple[str, bytes]]:
-    with open(path, "rb") as file:
+    with open_regular(path, follow=True) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield f"{path}:{number}", line
@@ -84,7 +85,7 @@ def _line_records(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of an array. A file of lines may have this name too."""
-    content = path.read_bytes()
+    content = read_regular(path, at_most=1 << 34, follow=True)
     if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         yield from _line_records(path)
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -146,13 +147,15 @@ def _next_rate(optimizer: Any) -> float | None:
 
 def _load(path: Path, *, trust: bool) -> Any:
     try:
-        open_regular(path).close()
+        open_regular(path, follow=True).close()
         allowed = _stand_ins(path)
         if len(allowed) > len(_NUMBER_TYPES) and not trust:
             raise CheckpointError(
                 f"{path}: holds pickled objects, which can run code; if you know who wrote it, add --trust"
             )
-        with torch.serialization.safe_globals(allowed if trust else []):
+        torchs = torch.serialization.safe_globals(allowed if trust else [])
+        with warnings.catch_warnings(), torchs:
+            warnings.simplefilter("ignore")  # torch's own lines about a pickle of another kind
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -181,6 +184,9 @@ def _stand_ins(path: Path) -> list[Any]:
     found: list[Any] = [*_NUMBER_TYPES]
     if not zipfile.is_zipfile(path):  # torch's format before 1.6 does not list what it calls
         return found
+    with zipfile.ZipFile(path) as archive:
+        if any(one.compress_type for one in archive.infolist()):
+            raise CheckpointError(f"{path}: compressed, which torch.save never does; not unpacked")
     for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
         if name in _ARRAYS:
             found.append((_ARRAYS[name], name))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.settings import data_name, options_of
+from gpt2lab.errors import printable
 from gpt2lab.optim.schedule import describe_rates
 from gpt2lab.runs import history
 from gpt2lab.runs.target import Target
@@ -60,7 +61,7 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     source = f"the Hugging Face model `{target.name}`"
     if target.checkpoint is not None:
         manifest = target.checkpoint.manifest
-        source = f"step {manifest['step']:,} of the run `{target.folder.parent.name}`"
+        source = f"step {manifest['step']:,} of the run {_quoted(target.folder.parent.name)}"
         rows |= _trained_on(target.checkpoint) | _measured(target) | _forecast(target.folder.parent)
     tokenizer = target.tokenizer()
     problem = why_no_text(tokenizer, shape.vocab_size)
@@ -92,15 +93,20 @@ def _trained_on(checkpoint: CheckpointInfo) -> dict[str, str]:
     config, manifest = checkpoint.config(), checkpoint.manifest
     rows = {}
     if manifest.get("initial_weights"):
-        rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
+        rows["initial weights"] = _quoted(manifest["initial_weights"]["init_from"])
     if rank := config.tuning.lora_r:
         rows["adapters"] = f"LoRA of rank {rank}, merged into the weights"
     return rows | {
-        "training data": f"`{data_name(config)}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
+        "training data": f"{_quoted(data_name(config))}, fingerprint {_quoted(manifest['data_fingerprint'])[:13]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
         f"{config.batch.total_batch_size:,}, {config.system.dtype}",
         "optimizer": describe_rates(config.optim),
     }
+
+
+def _quoted(text: str) -> str:
+    """Quote text of a manifest, which anybody may have written, as code in one cell of a table."""
+    return f"`{re.sub(r'[`|<>]', '?', printable(text))}`"
 
 
 def _measured(target: Target) -> dict[str, str]:
@@ -134,14 +140,13 @@ def _measured(target: Target) -> dict[str, str]:
 
 def _forecast(run_dir: Path) -> dict[str, str]:
     """Return the planned time beside the actual one if the run's estimate.json has both."""
+    content = history.read_json(run_dir / "estimate.json") or {}
     try:
-        content = json.loads((run_dir / "estimate.json").read_bytes())
         hours = [content["estimate"][f"{name}_hours"] for name in ("low", "estimated", "high")]
         hours.append(content["actual"]["hours"])
         low, value, high, spent = (fmt.duration(3600 * each) for each in hours)
         return {"time": f"planned {value} ({low} ... {high}), actual {spent}"}
-    # Not there, not finished, or another version's.
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):  # not there, not finished, or another version's
         return {}
 
 

@@ -73,7 +73,7 @@ def recognise(path: Path) -> Layout:
         return "npy" if path.suffix == ".npy" else "datatrove"
     if path.with_suffix(".idx").exists():
         return "megatron"
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         head = file.read(8)
     if len(head) < 8:
         return "raw"
@@ -97,7 +97,7 @@ def read_llmc(path: Path) -> TokenFile:
     Raises: DataError; OSError.
     """
     size = path.stat().st_size
-    with open_regular(path) as file:
+    with open_regular(path, follow=True) as file:
         head = file.read(12)
     if size < _LLMC_HEADER_BYTES:
         raise DataError(

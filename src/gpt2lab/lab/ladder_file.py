@@ -142,7 +142,7 @@ def read_family(what: str) -> Family:
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: not a ladder: give a .toml file of sizes and tokens, {hint}")
     try:
-        text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
+        text = read_regular(path, at_most=_AT_MOST, follow=True).decode("utf-8-sig")
         return _family(what, path.stem, tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error

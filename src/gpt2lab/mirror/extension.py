@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpt2lab import fmt
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import FolderLostError
 from gpt2lab.mirror.resume import (
+    MirroredRun,
     catch_up_after_end,
     check_mirror,
     fetch_before_start,
     fetch_on_this_machine,
     find_mirrored,
+    may_use,
     open_uploader,
     wait_limit,
 )
@@ -33,13 +36,19 @@ class CheckpointMirror(Extension):
         self._warnings: list[str] = []
         self._uploader: Uploader | None = None
         self._run: LiveRun | None = None
+        self._is_typed = self._is_used = False
 
     def requested(self, request: RunRequest) -> None:
         """Fetch a newer checkpoint, and reject a mirror that cannot be one of this run.
 
         Raises: ConfigError, CheckpointError.
         """
+        self._is_typed = "checkpoint_mirror" in request.chosen
         if (run := find_mirrored(request)) is None:
+            return
+        if not self._is_typed and not may_use(run, is_typed=False):
+            said = "used if typed: the checkpoint names it, and nobody did on this machine"
+            self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(run.url)} is only {said}"]
             return
         self._warnings = fetch_before_start(run, request)
         if (warning := check_mirror(run, request)) is not None:
@@ -47,6 +56,14 @@ class CheckpointMirror(Extension):
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
         """Give this machine the checkpoint that rank 0 chose; of a complete run, copy what its last start could not."""
+        url = start.config.checkpoint.checkpoint_mirror
+        run = MirroredRun(url or "", start.run_dir)
+        is_typed = self._is_typed or start.checkpoint is None
+        self._is_used = runtime.on_rank_zero(lambda: bool(url) and may_use(run, is_typed=is_typed))
+        if not self._is_used:
+            return
+        if runtime.local_rank == 0:
+            may_use(run, is_typed=True)
         if start.is_complete:
             if runtime.rank == 0:  # the other ranks wait in a barrier
                 catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
@@ -58,7 +75,8 @@ class CheckpointMirror(Extension):
         self._run = run
         for warning in self._warnings:
             run.logger.warn(warning, run.components.state.step)
-        self._uploader = open_uploader(run.start)
+        if self._is_used:
+            self._uploader = open_uploader(run.start)
 
     def recorded(self, event: Mapping[str, Any], result: object) -> None:
         """Copy a checkpoint that was committed, and pass on what the copies have to say."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +19,7 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
-from gpt2lab.files import replace_durably
+from gpt2lab.files import read_regular, replace_durably
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
@@ -38,6 +40,21 @@ class MirroredRun:
 
     url: str
     run_dir: Path
+
+
+def may_use(run: MirroredRun, *, is_typed: bool) -> bool:
+    """Tell whether a person chose a mirror: now, or before for this folder on this machine; a checkpoint must not.
+
+    What is typed is noted for later starts.
+    """
+    name = hashlib.sha256(os.fsencode(run.run_dir.resolve())).hexdigest()[:16]
+    record = paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
+    with contextlib.suppress(OSError):  # no home folder: then every start has to name it
+        if not is_typed:
+            return read_regular(record, at_most=10_000) == run.url.encode()
+        record.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(record, run.url)
+    return is_typed
 
 
 def find_mirrored(request: RunRequest) -> MirroredRun | None:
@@ -135,11 +152,8 @@ def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
 def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
     size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
     print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
-    folder = RunFolder(run_dir)  # locked, and swept of what a killed download left
-    try:
+    with contextlib.closing(RunFolder(run_dir)):  # locked, and swept of what a killed download left
         return catalog.open_checkpoint(mirror.fetch(copy, run_dir))
-    finally:
-        folder.close()
 
 
 def fetch_on_this_machine(start: Start) -> None:
@@ -194,40 +208,28 @@ def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
 
     It waits at most `most` seconds. What goes wrong is a warning: the run is complete.
     """
-    if start.config.checkpoint.checkpoint_mirror is None:
-        return
     try:
-        _catch_up(start, signals, most)
+        with contextlib.closing(RunFolder(start.run_dir)):  # locked before anything is copied
+            uploader = open_uploader(start)
+            uploader.notify_saved()
+            uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
+            report, _ = uploader.take_report() or (None, [])
+            path = start.run_dir / "status.json"
+            status = history.read_json(path)
+            if report is None or status is None:
+                return
+            if status.get("mirror") != report.to_dict():
+                status["mirror"] = report.to_dict()
+                replace_durably(path, json.dumps(status, indent=1) + "\n")
+            print(describe_mirror(status))
     except (OSError, GPT2LabError) as error:
         print(f"warning: checkpoint mirror not updated: {first_line(error)}", file=sys.stderr)
 
 
-def _catch_up(start: Start, signals: Signals, most: float) -> None:
-    folder = RunFolder(start.run_dir)  # locked before anything is copied
-    try:
-        uploader = open_uploader(start)
-        if uploader is None:
-            return
-        uploader.notify_saved()
-        uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
-        report, _ = uploader.take_report() or (None, [])
-        path = start.run_dir / "status.json"
-        status = history.read_json(path)
-        if report is None or status is None:
-            return
-        if status.get("mirror") != report.to_dict():
-            status["mirror"] = report.to_dict()
-            replace_durably(path, json.dumps(status, indent=1) + "\n")
-        print(describe_mirror(status))
-    finally:
-        folder.close()
-
-
-def open_uploader(start: Start) -> Uploader | None:
-    """Begin to copy what the mirror lacks, if there is one."""
+def open_uploader(start: Start) -> Uploader:
+    """Begin to copy what the mirror lacks."""
     config = start.config.checkpoint
-    if config.checkpoint_mirror is None:
-        return None
+    assert config.checkpoint_mirror is not None
     uploader = Uploader(
         # A folder that is gone since it was checked must not end a run; every save looks for it again.
         connect(config.checkpoint_mirror, start.run_dir.name, must_exist=False),

@@ -18,8 +18,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import sys
 import tempfile
 import threading
 import uuid
@@ -36,6 +34,8 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, folder_name, is_folder_name
 from gpt2lab.errors import CheckpointError, ConfigError, first_line
 from gpt2lab.files import (
+    COUNT,
+    HASH,
     OBJECT,
     STRING,
     TEXT,
@@ -43,8 +43,11 @@ from gpt2lab.files import (
     is_count,
     is_file_name,
     list_of,
+    object_with,
     open_regular,
     or_null,
+    read_regular,
+    regular,
     replace_durably,
     staged_file,
     sweep_temporaries,
@@ -61,6 +64,7 @@ _OWNER, _OF_RUN, _METRICS, _FORECAST = (
 )
 _COPY = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 _BLOCK = 4 * 1024 * 1024
+_MOST_LOG = 1 << 36  # bytes of a log, 200 times a run of a million steps
 ANSWER_SECONDS = 60.0  # for the answer to one question, or one block of a download
 _BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose path begins with a bucket, which must exist
 _LOCAL = ("file", "local")
@@ -96,7 +100,7 @@ def copy_name(manifest: dict[str, Any]) -> str:
 def run_id(run_dir: Path) -> str | None:
     """Return what tells a run from another of its name: the hash of its log's first line; None before there is one."""
     try:
-        with open_regular(run_dir / METRICS) as file:
+        with open(run_dir / METRICS, "rb", opener=regular) as file:
             line = file.readline(1 << 20)
     except OSError:
         return None
@@ -266,19 +270,25 @@ class Mirror:
             if self._is_local:
                 self.fs.makedirs(place, exist_ok=True)
                 _sync_names(Path(self._root))
+            log = opened.enter_context(open(run_dir / METRICS, "rb", opener=regular))
+            size, digest = os.fstat(log.fileno()).st_size, hashlib.sha256()  # it goes on growing
+            for block in _blocks(log, size):
+                digest.update(block)
+                tick()
             about = {
                 "format": FORMAT,
+                "log": {"bytes": size, "sha256": digest.hexdigest()},
                 "files": [_OF_RUN, _METRICS, *names],
                 "labels": catalog.read_labels(run_dir),
                 "forecast": _text_of(run_dir / _FORECAST),
             }
             self._write_small(f"{place}/{_OF_RUN}", json.dumps(about), tick)
+            log.seek(0)
             with (
-                open_regular(run_dir / METRICS) as log,
                 self._open_new(f"{place}/{_METRICS}", tick) as remote,
                 gzip.GzipFile("", "wb", fileobj=remote, mtime=0) as packed,
             ):
-                while block := log.read(_BLOCK):
+                for block in _blocks(log, size):
                     packed.write(block)
                     tick()
             for name, file in files.items():
@@ -441,7 +451,7 @@ class Mirror:
                 text = str(error).replace(str(folder), f"{self.url}/{copy.name}")
                 raise CheckpointError(text) from error
             sync_folder(folder)
-            self._restore_log(copy, staging, run_dir)
+            self._restore_log(copy, about.get("log"), staging, run_dir)
             if about["forecast"] is not None:
                 replace_durably(run_dir / _FORECAST, about["forecast"])
             (run_dir / LABELS).mkdir(exist_ok=True)
@@ -479,32 +489,50 @@ class Mirror:
         file.check(
             about,
             {"format": TEXT, "files": names, "labels": OBJECT, "forecast": or_null(STRING)},
+            {"log": object_with({"bytes": COUNT, "sha256": HASH}, "the log's size and hash")},
         )
         for label, target in about["labels"].items():
             if not is_file_name(label) or label.startswith(".") or not is_folder_name(target):
                 raise file.rejected(f"label {label!r:.60} -> {target!r:.60} is none")
         return about
 
-    def _restore_log(self, copy: Copy, staging: Path, run_dir: Path) -> None:
-        """Put the copy's log in place, unless the existing one continues it."""
+    def _restore_log(
+        self, copy: Copy, wanted: dict[str, Any] | None, staging: Path, run_dir: Path
+    ) -> None:
+        """Put the copy's log in place, unless the existing one continues it; `wanted`: its size and hash.
+
+        Copies of older versions record neither. A log of losses never shrinks to a hundredth of its size.
+        """
         log, there = staging / METRICS, run_dir / METRICS
-        packed = staging / _METRICS
-        self._download(f"{self._root}/{copy.name}/{_METRICS}", packed, sys.maxsize, copy.step)
+        packed, most = staging / _METRICS, wanted["bytes"] if wanted else _MOST_LOG
+        remote, digest, size = f"{copy.name}/{_METRICS}", hashlib.sha256(), 0
+        self._download(f"{self._root}/{remote}", packed, most + most // 1000 + 1024, copy.step)
+        most = min(most, max(_MOST_LOG >> 10, 100 * packed.stat().st_size))
         try:
             with gzip.open(packed) as source, open(log, "xb") as file:
-                shutil.copyfileobj(source, file, _BLOCK)
+                for block in _blocks(source, most + 1):
+                    file.write(block)
+                    digest.update(block)
+                    size += len(block)
                 file.flush()
                 os.fsync(file.fileno())
+            if size > most or wanted not in (None, {"bytes": size, "sha256": digest.hexdigest()}):
+                raise EOFError(f"other bytes than were packed, or over {most:,}")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise CheckpointError(
-                f"{self.url}/{copy.name}/{_METRICS}: damaged ({error})"
-            ) from error
+            raise CheckpointError(f"{self.url}/{remote}: damaged ({error})") from error
         if there.exists():
             if _begins_with(there, log):
                 return
             if not _begins_with(log, there):
                 os.rename(there, there.with_name(f"{METRICS}.replaced-{uuid.uuid4().hex[:8]}"))
         os.replace(log, there)
+
+
+def _blocks(file: BinaryIO | gzip.GzipFile, size: int) -> Iterator[bytes]:
+    """Yield the first `size` bytes of a file in blocks."""
+    while size > 0 and (block := file.read(min(_BLOCK, size))):
+        size -= len(block)
+        yield block
 
 
 def _sync_names(folder: Path) -> None:
@@ -518,7 +546,7 @@ def _sync_names(folder: Path) -> None:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return read_regular(path, at_most=1 << 20).decode()
     except (OSError, ValueError):
         return None
 
@@ -526,6 +554,6 @@ def _text_of(path: Path) -> str | None:
 def _begins_with(longer: Path, shorter: Path) -> bool:
     if longer.stat().st_size < shorter.stat().st_size:
         return False
-    with open(longer, "rb") as long, open(shorter, "rb") as short:
+    with open(longer, "rb", opener=regular) as long, open(shorter, "rb", opener=regular) as short:
         blocks: Iterable[bytes] = iter(lambda: short.read(_BLOCK), b"")
         return all(long.read(len(block)) == block for block in blocks)

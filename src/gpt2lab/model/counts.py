@@ -133,7 +133,7 @@ def read_shapes(path: Path) -> Shapes:
     Raises: CheckpointError if it is not one, or ends before its last tensor.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow=True) as file:
             length = int.from_bytes(file.read(8), "little")
             header = parse_json(file.read(length) if length <= _MOST_BYTES else b"")
             size = file.seek(0, 2)

@@ -55,7 +55,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
     Raises: CheckpointError naming the first setting under which the network would be another.
     """
-    file = JsonFile(folder / HF_CONFIG, CheckpointError)
+    file = JsonFile(folder / HF_CONFIG, CheckpointError, follow=True)
     path, values = file.path, file.read()
     kind = values.get("model_type")
     if kind not in (GPT2, GPT2LAB):
@@ -120,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return {tensor: shard} of the index."""
-    index = JsonFile(folder / HF_INDEX, CheckpointError)
+    index = JsonFile(folder / HF_INDEX, CheckpointError, follow=True)
     values = index.read()
     index.check(values, {"weight_map": OBJECT})
     found: dict[str, str] = values["weight_map"]

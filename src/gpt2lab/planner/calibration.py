@@ -22,6 +22,7 @@ from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
 from gpt2lab.errors import NoSourceError
+from gpt2lab.files import read_regular, regular
 from gpt2lab.planner import machine, timing
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job, ranks_and_micro_batch
@@ -129,7 +130,7 @@ def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
 
     Raises: OSError.
     """
-    with open(checkpoint_dir / FILE, "ab") as file:
+    with open(checkpoint_dir / FILE, "ab", opener=regular) as file:
         file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
@@ -139,7 +140,7 @@ def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     records = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_regular(path, at_most=2**30).split(b"\n"):
         try:
             record = json.loads(line)
             _measured(record)

@@ -5,11 +5,13 @@ The file of a step holds {step, attempt, tasks: {name: {task, n, num_fewshot, me
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import files
 from gpt2lab.files import COUNT, NUMBER, mismatch, object_of, object_with, or_null, replace_durably
 from gpt2lab.runs.history import Log, read_json, warn_once
 
@@ -37,11 +39,13 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
     Raises: OSError.
     """
     attempt, path = attempt_of(log, step), items_folder(run_dir, step).with_suffix(".json")
-    known = read_json(path) or {}
-    before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
-    content = {"step": step, "attempt": attempt, "tasks": before | tasks}
     path.parent.mkdir(exist_ok=True)
-    replace_durably(path, json.dumps(content, indent=2) + "\n")
+    with open(path.parent / ".lock", "a", opener=files.regular) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another `evaluate` of this step may end now
+        known = read_json(path) or {}
+        before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
+        content = {"step": step, "attempt": attempt, "tasks": before | tasks}
+        replace_durably(path, json.dumps(content, indent=2) + "\n")
 
 
 def newest_tasks(

@@ -18,10 +18,22 @@ from typing import IO, Any
 from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError, FolderLostError, InUseError, system_errors_as
-from gpt2lab.files import replace_durably, sync_folder
+from gpt2lab.files import regular, replace_durably, sync_folder, wrong_kind
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
+from gpt2lab.runs.events import METRICS
 
-LOCK = "run.lock"
+LOCK, LOG = "run.lock", "log.txt"
+_APPENDED = (LOCK, METRICS, LOG)
+_FOLDERS = [
+    "labels",
+    "evaluations",
+    "validation",
+    "hellaswag",
+    "tensorboard",
+    "trackers",
+    "heartbeat",
+    "wandb",
+]
 
 
 class RunFolder:
@@ -35,6 +47,7 @@ class RunFolder:
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
         self._status: dict[str, Any] = {"state": "running", "step": 0}  # as it was asked for last
+        check_entries(path)
         with system_errors_as(
             ConfigError, path, what="cannot write there", fix="choose another --checkpoint_dir"
         ):
@@ -44,7 +57,7 @@ class RunFolder:
             for folder in {path, *new}:
                 with contextlib.suppress(PermissionError):  # it may be another user's
                     sync_folder(folder.parent)
-            self._lock: IO[str] = open(path / LOCK, "a+")  # noqa: SIM115 - held until the process ends
+            self._lock: IO[str] = open(path / LOCK, "a+", opener=regular)  # noqa: SIM115
         try:
             lock(self._lock)
         except OSError as error:
@@ -93,7 +106,7 @@ class RunFolder:
             if _device_and_inode(os.stat(self.path)) != self._place:
                 raise FileNotFoundError
             # Exclusively: an existing file would be that of another start, also of one that has ended.
-            again = open(path, "x+")  # noqa: SIM115 - held until the process ends
+            again = open(path, "x+", opener=regular)  # noqa: SIM115
             lock(again)
             self._lock, again = again, self._lock
         except (FileNotFoundError, NotADirectoryError):
@@ -163,6 +176,20 @@ class RunFolder:
         self.write_status(**self._status)
 
 
+def check_entries(run_dir: Path) -> None:
+    """Check that no file of a run that is appended to, and no folder in it, is a link, a pipe or the like.
+
+    Its other files are replaced when they are written: a link gives way to a file, and its target stays as it was.
+
+    Raises: ConfigError.
+    """
+    folders = (*map(run_dir.joinpath, _FOLDERS), *run_dir.glob("evaluations/step_*[0-9]"))
+    for path in (*map(run_dir.joinpath, _APPENDED), *folders):
+        wanted = "folder" if path in folders else "file"
+        if (problem := wrong_kind(path, wanted=wanted)) is not None:
+            raise ConfigError(f"{path}: {problem}; remove it, or choose another --run_name")
+
+
 def lock(file: IO[str]) -> None:
     """Lock a file; retry twice, because `gpt2lab status` holds the lock for a moment.
 
@@ -178,7 +205,7 @@ def lock(file: IO[str]) -> None:
 def holder_of(run_dir: Path) -> str | None:
     """Return the process that trains in a folder, as `process 17 on host`, None if none does."""
     try:
-        with open(run_dir / LOCK) as file:
+        with open(run_dir / LOCK, opener=regular) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

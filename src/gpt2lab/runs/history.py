@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,9 +30,10 @@ from gpt2lab.files import (
     Rules,
     object_with,
     or_null,
+    regular,
 )
 from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
-from gpt2lab.runs.log_cache import Blocks
+from gpt2lab.runs.log_cache import Blocks, open_lines
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
@@ -89,7 +90,7 @@ def iter_events(run_dir: Path) -> Iterator[Event]:
     path = run_dir / METRICS
     if not path.exists():
         return
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         yield from _parsed(line for line in file if line.endswith(b"\n"))
 
 
@@ -107,7 +108,7 @@ def newest_event(run_dir: Path) -> Event | None:
     size, length = path.stat().st_size if path.exists() else 0, _TAIL
     while size:
         begin = max(0, size - length)
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(begin)
             lines = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
         newest = next(_parsed(reversed(lines)), None)
@@ -129,7 +130,7 @@ def open_log(run_dir: Path) -> Log:
     Raises: OSError.
     """
     path = run_dir / METRICS
-    return Log(path if path.exists() else b"")
+    return Log(path if os.path.lexists(path) else b"")
 
 
 def read_log(run_dir: Path) -> Log:
@@ -182,9 +183,6 @@ class Log:
     def of(cls, events: Iterable[Event]) -> Log:
         """Return the log of these events."""
         return cls("".join(json.dumps(event) + "\n" for event in events).encode())
-
-    def _open(self) -> IO[bytes]:
-        return io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb")
 
     def _read_others(self) -> None:
         """Keep the events other than steps, and name damaged lines."""
@@ -281,7 +279,7 @@ class Log:
             return None
         row = int(self._current[place])
         self._blocks.check(row)  # a resume relies on what is read here
-        with self._open() as file:
+        with open_lines(self._log) as file:
             return self._step_at(row, self._blocks.column("place"), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
@@ -313,7 +311,7 @@ class Log:
         Raises: GPT2LabError if the log was changed meanwhile.
         """
         places = self._blocks.column("place")
-        with self._open() as file:
+        with open_lines(self._log) as file:
             for row in np.sort(self._current).tolist():
                 yield self._step_at(row, places, file)
 
@@ -461,7 +459,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         required, optional = _FORMS.get(path.name, ({}, {}))
         file.check(found, required, optional)
     except ConfigError as error:
-        if path.exists():
+        if os.path.lexists(path):
             warn_once(f"{error}; left out")
         return None
     return found

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.files import open_regular, staged_file
+from gpt2lab.files import open_regular, regular, staged_file
 from gpt2lab.runs.events import COLUMNS, as_step, decode_step, parse_line
 
 CACHE = "metrics.cache"
@@ -81,7 +81,7 @@ class Blocks:
         self._columns: list[bytes | int] = []  # of each block, or their place in the cache
         self._cache: BinaryIO | None = None
         self._log = log
-        with io.BytesIO(log) if isinstance(log, bytes) else open(log, "rb") as file:
+        with open_lines(log) as file:
             if not isinstance(log, bytes):
                 self._use_cache(log.with_name(CACHE), file)
             for block, columns in decoded(file, self._end):
@@ -95,7 +95,7 @@ class Blocks:
     def _use_cache(self, path: Path, log: IO[bytes]) -> None:
         """Take the blocks that are cached, after adding new ones if they are worth it and the folder takes them."""
         with contextlib.suppress(OSError):
-            self._load(_open(path), log)
+            self._load(open_regular(path), log)
         size = os.fstat(log.fileno()).st_size
         if size - self._end > max(LEAST, size // _GROWTH):
             with contextlib.suppress(OSError):  # no disk takes it: memory does
@@ -144,7 +144,7 @@ class Blocks:
                 with open(temporary, "wb") as file:
                     self._write(file, log)
                 os.replace(temporary, path)
-            return _open(path)
+            return open_regular(path)
         except OSError:  # read-only, full
             unnamed = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - closed with self
             weakref.finalize(self, unnamed.close)
@@ -193,9 +193,7 @@ class Blocks:
 
     def _lines_of(self, block: Block) -> bytes:
         """Read the lines of a block again."""
-        with (
-            io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb") as file
-        ):
+        with open_lines(self._log) as file:
             file.seek(block.begin)
             data = file.read(block.end - block.begin)
         if zlib.crc32(data) != block.crc:
@@ -210,8 +208,12 @@ class Blocks:
         return GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
 
-def _open(cache: Path) -> BinaryIO:
-    return open_regular(cache, flags=os.O_RDONLY | os.O_NOFOLLOW)
+def open_lines(log: Path | bytes) -> IO[bytes]:
+    """Open a log, or lines that are in no file, to read them.
+
+    Raises: OSError.
+    """
+    return io.BytesIO(log) if isinstance(log, bytes) else open(log, "rb", opener=regular)
 
 
 def decoded(log: IO[bytes], begin: int) -> Iterator[tuple[Block, bytes]]:

@@ -21,8 +21,10 @@ from time import monotonic
 from typing import IO, Any
 
 from gpt2lab.errors import SaveError
+from gpt2lab.files import regular
 from gpt2lab.runs.console import Console, beats, silence_ends
 from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.folder import LOG
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
@@ -58,10 +60,10 @@ class MetricsLogger:
         if run_dir is None:
             return
         _cut_torn_line(run_dir / METRICS)
-        self._metrics = FileIO(run_dir / METRICS, "ab")
+        self._metrics = FileIO(run_dir / METRICS, "ab", opener=regular)
         self._flushed = self._metrics.tell()
         self._log = open(  # noqa: SIM115
-            run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
+            run_dir / LOG, "a", encoding="utf-8", errors="backslashreplace", opener=regular
         )
 
     def event(self, event: str, step: int, /, *, result: object = None, **fields: Any) -> None:
@@ -138,7 +140,8 @@ class MetricsLogger:
         Raises: OSError.
         """
         assert self._metrics is not None
-        with open(self._metrics.name, "rb+", buffering=0) as file:  # the other one only appends
+        # Another one than the first, which only appends.
+        with open(self._metrics.name, "rb+", buffering=0, opener=regular) as file:
             file.seek(self._flushed)
             while block := os.pread(file.fileno(), _BLOCK, file.tell()):
                 file.write(block)
@@ -242,7 +245,7 @@ def _cut_torn_line(path: Path) -> None:
     """Remove an unterminated last line, left by a writer that was killed."""
     if not path.exists():
         return
-    with open(path, "rb+") as file:
+    with open(path, "rb+", opener=regular) as file:
         end = file.seek(0, os.SEEK_END)
         while end:  # backwards: the log may be long
             begin = file.seek(max(0, end - _BLOCK))

@@ -10,10 +10,10 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
-from gpt2lab.errors import GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
-from gpt2lab.runs.folder import holder_of
+from gpt2lab.runs.folder import check_entries, holder_of
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.summary import describe_mirror
 from gpt2lab.runs.target import is_run
@@ -56,7 +56,11 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         log = log or history.open_log(run_dir)
         newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
-        log, problem = log or Log.of([]), str(error)
+        log, problem = log or Log.of([]), str(to_gpt2lab_error(error) or error)
+    try:
+        check_entries(run_dir)
+    except ConfigError as error:
+        problem = problem or str(error)
     status = history.read_json(run_dir / "status.json") or {}
     if not status and log and problem is None:
         problem = "status.json is missing or damaged; the next start writes it again"

@@ -21,6 +21,7 @@ from gpt2lab.model.hf_config import (
     read_hf_config,
 )
 from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.folder import check_entries
 from gpt2lab.runs.history import deleted_newest
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -76,12 +77,15 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
 
     A run means its newest checkpoint whose every byte verifies; `hf:NAME` always means the Hub.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError; ConfigError, see `check_entries`.
     """
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
         return Target(name, _download(name, checkpoint_dir), None)
-    if (folder / manifest.MANIFEST).exists():
+    is_checkpoint = (folder / manifest.MANIFEST).exists()
+    if is_run(run_dir := folder.parent if is_checkpoint else folder):
+        check_entries(run_dir)
+    if is_checkpoint:
         return Target(name, folder, catalog.open_checkpoint(folder))
     if is_run(folder):
         info, warnings = catalog.newest_valid(folder, set_aside=False)
@@ -124,7 +128,7 @@ def run_and_step(folder: Path) -> tuple[Path, int | None] | None:
 
 
 def _is_hf(folder: Path) -> bool:
-    file = JsonFile(folder / HF_CONFIG, CheckpointError)
+    file = JsonFile(folder / HF_CONFIG, CheckpointError, follow=True)
     return file.path.is_file() and "model_type" in file.read()
 
 

@@ -109,7 +109,7 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
     Raises: DataError.
     """
     with system_errors_as(DataError, path):
-        content = read_regular(path, at_most=_LARGEST_FILE)
+        content = read_regular(path, at_most=_LARGEST_FILE, follow=True)
     return of_json(content, end_token, str(path))
 
 
@@ -136,7 +136,7 @@ def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
     """
     try:
         ids, merges = (
-            read_regular(folder / name, at_most=_LARGEST_FILE)
+            read_regular(folder / name, at_most=_LARGEST_FILE, follow=True)
             for name in (VOCABULARY_FILE, MERGES_FILE)
         )
         content = json_of_merges(ids, merges, end_token)

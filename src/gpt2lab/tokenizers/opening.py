@@ -91,7 +91,8 @@ def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
 def _end_token_of(folder: Path) -> str | None:
     """Return the end-of-text token that tokenizer_config.json names."""
     try:
-        token = parse_json(read_regular(folder / CONFIG_FILE, at_most=10**7))["eos_token"]
+        found = read_regular(folder / CONFIG_FILE, at_most=10**7, follow=True)
+        token = parse_json(found)["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # then the vocabulary decides, or the user
     content = token.get("content") if isinstance(token, dict) else token

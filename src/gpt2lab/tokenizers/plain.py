@@ -204,7 +204,7 @@ def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
 
 def _read(path: Path) -> bytes:
     with system_errors_as(DataError, path):
-        return read_regular(path, at_most=_LARGEST_FILE)
+        return read_regular(path, at_most=_LARGEST_FILE, follow=True)
 
 
 def _check_memo(content: bytes) -> None:

@@ -15,6 +15,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,13 +32,15 @@ from typing import IO, Any
 
 from gpt2lab import paths
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
-from gpt2lab.files import COUNT, STRING, TEXT, JsonFile, replace_durably
+from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
 from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
 
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
+# Of a run of ours: another would be one of the user's own runs, or a part of a query.
+_ID: Rule = (lambda value: bool(re.fullmatch("[0-9a-f]{8}", str(value))), "8 hex digits")
 FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
 
 
@@ -52,7 +55,7 @@ class TrackerProcess:
         self._label = LIBRARIES[name].label
         self._log = run_dir / FOLDER / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
-        with open(self._log, "w") as log:
+        with open(self._log, "w", opener=regular) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gpt2lab.tracking.followers", str(run_dir), name],
                 env=paths.child_environment(),
@@ -190,7 +193,7 @@ def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]
     """
     # (byte after its line, step) of each event that takes back everything after that step
     starts: list[tuple[int, int]] = []
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         file.seek(begin)
         end = begin
         for line in file:
@@ -229,7 +232,7 @@ def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
     """
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as lock:
+    with open(folder / f"{name}.lock", "w", opener=regular) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -245,7 +248,7 @@ def _read_sent(file: JsonFile, place: str) -> Sent:
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
-        file.check(values, {"id": TEXT, "place": STRING, **numbers})
+        file.check(values, {"id": _ID, "place": STRING, **numbers})
         if values["place"] == place:
             return Sent(**{field: values[field] for field in ("id", "place", *numbers)})
     return Sent(uuid.uuid4().hex[:8], place)
@@ -258,7 +261,7 @@ def _find_place(log: Path, sent: Sent, record: Path) -> None:
     """
     if not sent.end:
         return
-    with open(log, "rb") as file:
+    with open(log, "rb", opener=regular) as file:
         file.seek(sent.begin)
         if zlib.crc32(file.read(sent.end - sent.begin)) == sent.crc:
             return

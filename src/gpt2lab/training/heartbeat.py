@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile
+from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile, regular
 from gpt2lab.runs.console import finish_stderr
 
 FOLDER = "heartbeat"
@@ -155,7 +155,8 @@ class Heartbeat:
             "seconds": round(lasts, 1),
             "time": time.time(),
         }
-        path.with_suffix(".tmp").write_text(json.dumps(beat))
+        with open(path.with_suffix(".tmp"), "w", opener=regular) as file:
+            json.dump(beat, file)
         os.replace(path.with_suffix(".tmp"), path)
 
     def report(self) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, to_gpt2lab_error
 from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
 from gpt2lab.runs.summary import print_checkpoints
@@ -189,6 +191,18 @@ def device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+def link(path: Path) -> None:
+    """Point to a file, or a folder, beside the runs."""
+    victim = path.parents[len(path.parts) - path.parts.index("runs") - 1] / "victim"
+    path.rename(victim)
+    path.symlink_to(victim)
+
+
+def holes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
 @pytest.mark.parametrize("spoil", [pipe, device])
 @pytest.mark.parametrize(
     "name", [f"{STEP}/{name}" for name in ("manifest.json", "state.json", "model.safetensors")]
@@ -196,17 +210,42 @@ def device(path: Path) -> None:
 def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(run, name, spoil):
     spoil(run.path / name)
     look_at(run)
-    with pytest.raises(CheckpointError, match=r"not a regular file|a link, not a file"):
+    with pytest.raises(CheckpointError):
         run.train("--resume=4")
     run.train("--resume=latest")  # goes back to step 2
     assert run.events("resume")[-1]["step"] == 2
     assert run.status()["state"] == "completed"
 
 
-@pytest.mark.parametrize("name", ["config.json", "status.json", "run.json", "labels/best"])
-def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run, name):
-    pipe(run.path / name)
+APPENDED = ("run.lock", "metrics.jsonl", "log.txt")
+REPLACED = ("config.json", "status.json", "run.json", "labels/best")
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        *itertools.product(APPENDED + REPLACED, (pipe, link)),
+        *(("metrics.jsonl", holes), ("labels", link), ("evaluations", link)),
+    ],
+)
+def test_a_start_writes_into_its_own_files_alone(run, name, spoil):
+    """Nothing waits for a pipe, follows a link or reads a terabyte; row 30 tries all kinds on all commands."""
+    (run.path / "evaluations").mkdir()
+    spoil(run.path / name)
+    outside = [path for path in run.path.parents[1].glob("victim*/**/*") if path.is_file()]
+    outside += [path for path in run.path.parents[1].glob("victim") if path.is_file()]
+    before = [path.read_bytes() for path in outside]
     look_at(run)
+    if name in REPLACED:
+        run.train("--resume=latest")
+        assert stat.S_ISREG((run.path / name).lstat().st_mode)
+    else:
+        (found,) = overview.read_runs(run.path.parent)
+        assert f"{run.path / name}: " in str(found.problem)
+        with pytest.raises((ConfigError, OSError)) as caught:
+            run.train("--resume=latest")
+        assert f"{run.path / name}: " in str(to_gpt2lab_error(caught.value))
+    assert [path.read_bytes() for path in outside] == before
 
 
 @pytest.mark.parametrize("target", ["../../elsewhere", "/", "x", "..", "step_1/../..", "a\nb"])
@@ -257,7 +296,7 @@ def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_init_from_waits_for_no_pipe(hf, tiny_flags, name):
     pipe(hf / name)
-    with pytest.raises(CheckpointError, match=r"^.*(not a regular file|neither a run).*$"):
+    with pytest.raises(CheckpointError, match=r"^.*(not a file|neither a run).*$"):
         resolve(parse([*tiny_flags, f"--init_from={hf}"]), world_size=1, set_aside=False)
 
 

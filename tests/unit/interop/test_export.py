@@ -18,7 +18,7 @@ from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.interop import export as exporting
 from gpt2lab.interop.export import export
-from gpt2lab.interop.model_card import write_card
+from gpt2lab.interop.model_card import _quoted, write_card
 from gpt2lab.model import hf_config as hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.runs.target import find_target
@@ -132,6 +132,12 @@ def test_a_checkpoint_and_an_export_can_be_exported(folder, tmp_path):
     contents = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("first", "second")]
     assert contents[0] == contents[1]
     assert "step 2 of the run `big`" in (first / "README.md").read_text()
+
+
+def test_the_model_card_quotes_what_a_manifest_says():
+    quoted = _quoted("x`|\n<script>\n---\ntags: [y]")
+    assert quoted[0] == quoted[-1] == "`"
+    assert not set(quoted[1:-1]) & set("`|<>\n")
 
 
 def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,16 @@ def test_a_hostile_file_runs_nothing_even_if_it_is_trusted(trust, origin, become
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Hostile(sentinel)))
     assert sentinel.exists(), "the trap works"
+
+
+def test_a_compressed_file_is_not_unpacked(origin, become, tmp_path):
+    """torch.save never compresses; two megabytes of such a file can be two gigabytes of zeros."""
+    plain, packed = write(tmp_path / "ckpt.pt", nano(origin)), tmp_path / "packed.pt"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as to:
+        for name in source.namelist():
+            to.writestr(name, source.read(name))
+    with pytest.raises(CheckpointError):
+        take(become, packed)
 
 
 def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:

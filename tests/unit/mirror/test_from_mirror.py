@@ -67,6 +67,22 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     assert overview.status_table(overview.read_runs(there.path.parent)).endswith(IN_STEP)
 
 
+def test_a_checkpoint_alone_chooses_no_mirror(mirrored, tmp_path, bucket, monkeypatch, capsys):
+    """Neither to fetch from nor to copy to: only a person does, on the machine where the run began or by a flag."""
+    flags = [flag for flag in mirrored.flags if "mirror" not in flag]
+    before = sorted(bucket.rglob("*"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    mirrored.flags = [*flags, "--stop_after_steps=5"]
+    mirrored.train("--resume=latest")
+    assert sorted(bucket.rglob("*")) == before
+    assert any(f"file://{bucket}" in event["message"] for event in mirrored.events("warning"))
+    assert "mirror" not in mirrored.status()
+    monkeypatch.undo()
+    mirrored.flags = flags
+    mirrored.train("--resume=latest")
+    assert mirrored.status()["mirror"]["step"] == 6
+
+
 def test_a_clock_that_goes_back_hides_no_step(tiny_data, tmp_path, bucket, monkeypatch):
     readings = itertools.count(2e9, -3600)
     clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)

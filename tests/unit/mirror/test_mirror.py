@@ -112,6 +112,21 @@ def test_a_damaged_copy_is_never_fetched(file, damage, copied, bucket, fresh):
         assert (found, len(problems)) == ([], int(damage != "remove"))
 
 
+@pytest.mark.parametrize(("mebibytes", "is_recorded"), [(1, True), (200, True), (200, False)])
+def test_a_log_that_unpacks_to_something_else_is_never_kept(mebibytes, is_recorded, copied, fresh):
+    """Copies of older versions record no size and hash; none of ours shrinks to a thousandth."""
+    about = json.loads((copied.path / "of_run.json").read_text())
+    with gzip.open(copied.path / "metrics.jsonl.gz", "wb") as file:
+        file.writelines(bytes(1 << 20) for _ in range(mebibytes))
+    recorded = about.pop("log") | {"bytes": mebibytes << 20}
+    about |= {"log": recorded} if is_recorded else {}
+    (copied.path / "of_run.json").write_text(json.dumps(about))
+    fresh.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl\.gz"):
+        copied.mirror.fetch(copied.copy, fresh)
+    assert not list(fresh.iterdir())
+
+
 def test_a_download_that_hangs_is_given_up(run_dir, fresh, monkeypatch, bucket):
     """As from a network disk that no longer answers: the weights' first block never comes."""
     free, read = threading.Event(), LocalFileOpener.read

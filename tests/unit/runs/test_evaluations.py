@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
+import launch
 from gpt2lab.runs.evaluations import add_tasks, newest_tasks
 from gpt2lab.runs.history import Log
 
@@ -49,3 +53,17 @@ def test_weights_that_the_run_left_are_not_shown(tmp_path):
     assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3, "metrics": {}})}
     (tmp_path / "evaluations" / "step_00000008.json").write_text("{")
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
+
+
+def test_evaluations_of_one_step_at_once_lose_no_result(tmp_path):
+    """Real processes, each of which adds tasks of its own as fast as it can."""
+    program = (
+        "import sys; from pathlib import Path; from gpt2lab.runs.evaluations import add_tasks\n"
+        "from gpt2lab.runs.history import Log\n"
+        "for n in range(40): add_tasks(Path(sys.argv[1]), Log(b''), 4, {f'{sys.argv[2]}{n}': {}})"
+    )
+    words = [[sys.executable, "-c", program, str(tmp_path), name] for name in "abc"]
+    running = [subprocess.Popen(each, env=launch.environment()) for each in words]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    found = json.loads((tmp_path / "evaluations" / "step_00000004.json").read_text())["tasks"]
+    assert sorted(found) == sorted(f"{name}{n}" for name in "abc" for n in range(40))

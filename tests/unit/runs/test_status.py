@@ -20,7 +20,7 @@ import pytest
 import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError
-from gpt2lab.runs import history, overview
+from gpt2lab.runs import history, log_cache, overview
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.runs.target import find_folder
@@ -137,10 +137,10 @@ def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
     assert print_checkpoints(runs, run_name=None, as_json=False) == 0
     monkeypatch.undo()
 
-    def rejected(path: Path, mode: str) -> None:
+    def rejected(path: Path, mode: str, **how: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(history, "open", rejected, raising=False)
+    monkeypatch.setattr(log_cache, "open", rejected, raising=False)
     assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 

@@ -260,6 +260,16 @@ def test_a_log_that_was_repaired_is_continued_where_it_was(recorder, tmp_path):
         sync(tmp_path)
 
 
+def test_a_record_names_no_run_that_is_not_of_this_project(recorder, tmp_path):
+    """The id of a downloaded run would be one of the user's own runs, or a part of MLflow's query."""
+    write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
+    sync(tmp_path)
+    record = tmp_path / "trackers" / "trackio.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"id": "x' OR tags.y = 'z"}))
+    with pytest.raises(ConfigError):
+        sync(tmp_path)
+
+
 def test_another_place_gets_everything(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
     sync(tmp_path)

@@ -214,7 +214,7 @@ def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
 
     Raises: DataError.
     """
-    file = JsonFile(folder / MANIFEST, DataError, fix="prepare the data again")
+    file = JsonFile(folder / MANIFEST, DataError, fix="prepare the data again", follow=True)
     file.check(manifest, _PREPARED)
     file.check(manifest["request"], {}, {"part": list_of(COUNT, "[i, n]")}, where="request: ")
 

@@ -35,7 +35,7 @@ from gpt2lab.data.prepare.write import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.shards import JOURNAL
 from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import replace_durably, sync_folder
+from gpt2lab.files import regular, replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -433,7 +433,7 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
     partial = _partial(target)
     with system_errors_as(DataError, partial, what="cannot be written", fix="choose another --out"):
         partial.mkdir(parents=True, exist_ok=True)
-        lock = open(partial / "lock", "a")  # noqa: SIM115 - closed below
+        lock = open(partial / "lock", "a", opener=regular)  # noqa: SIM115 - closed below
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
