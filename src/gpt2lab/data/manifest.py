@@ -30,6 +30,7 @@ from gpt2lab.tokenizers.opening import of_record
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+CONTENT = "content"  # key: a hash of the bytes of all sources
 SPLITS = ("train", "val")
 ID_BYTES = {"<u2": 2, "<u4": 4}
 
@@ -61,6 +62,11 @@ def fingerprint_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
+
+
+def shares_of(manifest: dict[str, Any]) -> list[list[Any]]:
+    """Return [name, number, count, sha256] of each share of a source file that was read, for prepared data."""
+    return [share for group in manifest["groups"] for share in group["shares"]]
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
