@@ -1,7 +1,7 @@
 """List, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
 gpt2lab runs list
-gpt2lab runs list my_run --verify
+gpt2lab runs verify my_run
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
@@ -54,6 +54,26 @@ class List:
 
         folder = paths.runs_folder(self.checkpoint_dir)
         return list_checkpoints(self.run, folder, as_json=self.json, verify=self.verify)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare every line of a run's log with its checksum, and every byte of its checkpoints with their hashes.
+
+    Exit code 1 if one differs.
+    """
+
+    run: str = argument("name in checkpoints/, or folder")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Name what is not as it was written and return the exit code."""
+        run_dir = history.find_run(self.run, checkpoint_dir=self.checkpoint_dir)
+        damaged, lines, checked = history.verify_log(run_dir)
+        for line in damaged:
+            print(line)
+        print(f"{METRICS}: {lines:,} lines, {checked:,} with a checksum; {len(damaged):,} problems")
+        return max(List(str(run_dir), verify=True).execute(), bool(damaged))
 
 
 @dataclass(frozen=True)
@@ -139,14 +159,14 @@ gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
 gpt2lab runs import old/model.pt --trust --run_name old
 
 Flags of the trainer are passed on."""
-VERBS = {"list": List, "rm": Rm, "archive": Archive, "sync": Sync}
+VERBS = {"list": List, "verify": Verify, "rm": Rm, "archive": Archive, "sync": Sync}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: List | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
+    verb: List | Verify | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
     return verb.execute()
 
 

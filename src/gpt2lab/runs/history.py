@@ -18,7 +18,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
-from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
+from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError, system_errors_as
 from gpt2lab.files import (
     COUNT,
     NUMBER,
@@ -31,7 +31,7 @@ from gpt2lab.files import (
     object_with,
     or_null,
 )
-from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
+from gpt2lab.runs.events import CRC, LIMIT, METRICS, Event, parse_line
 from gpt2lab.runs.log_cache import Blocks
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -85,12 +85,12 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
 
 
 def iter_events(run_dir: Path) -> Iterator[Event]:
-    """Yield the run's events in order; damaged lines and an unterminated last line (a killed writer) are left out."""
+    """Yield the run's events in order; damaged lines, such as the torn last one of a killed writer, are left out."""
     path = run_dir / METRICS
     if not path.exists():
         return
     with open(path, "rb") as file:
-        yield from _parsed(line for line in file if line.endswith(b"\n"))
+        yield from _parsed(file)
 
 
 def read_events(run_dir: Path) -> list[Event]:
@@ -109,7 +109,7 @@ def newest_event(run_dir: Path) -> Event | None:
         begin = max(0, size - length)
         with open(path, "rb") as file:
             file.seek(begin)
-            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
+            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 :]
         newest = next(_parsed(reversed(lines)), None)
         if newest is not None or begin == 0:
             return newest
@@ -143,6 +143,21 @@ def read_log(run_dir: Path) -> Log:
     if log.problem:
         warn_once(log.problem)
     return log
+
+
+def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
+    """Return a line for each damage of a run's log, the number of its lines, and how many have a checksum."""
+    path, damaged, number, checked = run_dir / METRICS, [], 0, 0
+    with system_errors_as(ConfigError, path), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            checked += CRC in line
+            try:
+                parse_line(line)
+            except ValueError as error:
+                damaged.append(f"{path} line {number:,}: {error}")
+    if not damaged:
+        damaged = [f"{path}: {gap}" for gap in open_log(run_dir).missing_steps()]
+    return damaged, number, checked
 
 
 @functools.cache
@@ -213,6 +228,17 @@ class Log:
             f"{self._log} {'; '.join(self._damaged)}{f' and {more:,} more' if more else ''}: edited, or the disk "
             f"is damaged; left out, gpt2lab runs repair-log {run} removes it"
         )
+
+    def missing_steps(self) -> list[str]:
+        """Name the steps that a start logged before later ones and that are not there, such as deleted lines."""
+        steps, before = self._steps.astype(int), np.roll(self._steps, 1).astype(int)
+        for row in np.flatnonzero(np.diff(self._attempts, prepend=0)).tolist():
+            begin = self.begin_of(int(self._attempts[row]))
+            before[row] = begin["step"] if begin else steps[row] - 1
+        return [
+            f"no steps {before[row] + 1:,} to {steps[row] - 1:,} of start {self._attempts[row]}"
+            for row in np.flatnonzero(steps > before + 1).tolist()
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.events) or len(self._steps) > 0

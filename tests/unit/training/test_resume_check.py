@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
+from gpt2lab.runs.events import encode_line
 from tiny import write_shards
 from whole_run import Run
 
@@ -30,13 +32,11 @@ def crash_after(run: Run, step: int, monkeypatch: pytest.MonkeyPatch, *more: str
 
 def edit(run: Run, step: int, **values: Any) -> None:
     """Change the logged event of a step."""
-    path, lines = run.path / "metrics.jsonl", []
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
+    events = launch.all_events(run.path)
+    for event in events:
         if (event["event"], event["step"]) == ("step", step):
             event |= values
-        lines.append(json.dumps(event))
-    path.write_text("\n".join(lines) + "\n")
+    (run.path / "metrics.jsonl").write_bytes(b"".join(map(encode_line, events)))
 
 
 def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, capsys):
@@ -49,6 +49,21 @@ def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, cap
     said = capsys.readouterr().out
     assert "batch of step 3 and 4 read again: the hash is the logged one" in said
     assert "resumed from step 3 (bit-identical)" in said
+
+
+@pytest.mark.parametrize("left", [None, 0, 4])  # of the lines; None: no file
+def test_a_log_that_is_gone_is_a_warning_and_the_starts_are_counted_on(run, left):
+    run.train(*COMMON, "--stop_after_steps=2")
+    run.train("--resume=latest", "--stop_after_steps=4")
+    path = run.path / "metrics.jsonl"
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:left]))
+    run.train("--resume=latest")
+    assert {event["attempt"] for event in run.events("done")} == {3}
+    (warning,) = [e["message"] for e in run.events("warning") if "metrics.jsonl" in e["message"]]
+    assert "step 4" in warning
 
 
 def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
