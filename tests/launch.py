@@ -187,6 +187,15 @@ def all_events(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
+def edit_step(run_dir: Path, step: int, **values: Any) -> None:
+    """Change the logged event of a step."""
+    found = all_events(run_dir)
+    for event in found:
+        if (event["event"], event["step"]) == ("step", step):
+            event |= values
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+
+
 def steps(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return {step: its event}, of the highest attempt."""
     return {event["step"]: event for event in events(run_dir, "step")}

@@ -84,7 +84,7 @@ def prepare(flags: PrepareData) -> Path:
     Raises: GPT2LabError.
     """
     check_least(flags)
-    from gpt2lab.data.manifest import CONTENT, read_manifest
+    from gpt2lab.data.manifest import read_manifest
     from gpt2lab.data.prepare import pipeline
     from gpt2lab.data.prepare.sources import open_source
 
@@ -113,7 +113,7 @@ def prepare(flags: PrepareData) -> Path:
     manifest = result.manifest if result else read_manifest(folder)
     for warning in result.warnings if result else ():
         say(f"warning: {warning}")
-    if CONTENT not in manifest:
+    if "content" not in manifest:
         say(
             "warning: prepared by an earlier version: only names and sizes of the sources were compared"
         )

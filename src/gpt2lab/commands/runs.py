@@ -1,4 +1,4 @@
-"""List, delete, archive and repair runs, send them to a tracker, and continue or import them.
+"""List, verify, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
 gpt2lab runs list
 gpt2lab runs verify my_run

@@ -30,7 +30,6 @@ from gpt2lab.tokenizers.opening import of_record
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
-CONTENT = "content"  # key: a hash of the bytes of all sources
 SPLITS = ("train", "val")
 ID_BYTES = {"<u2": 2, "<u4": 4}
 
@@ -70,10 +69,14 @@ def shares_of(manifest: dict[str, Any]) -> list[list[Any]]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write shards.json, complete or not at all; its fingerprint is set in `manifest` too.
+    """Write shards.json, complete or not at all; its `content`, a hash of all sources, and its fingerprint are set too.
 
     Raises: OSError.
     """
+    request = manifest.get("request", {})
+    if "listing" in request:  # else imported, or a part of an earlier version
+        sources = {"listing": request["listing"], "shares": shares_of(manifest)}
+        manifest["content"] = fingerprint_of(sources)
     manifest["fingerprint"] = fingerprint_of(manifest)
     create_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 

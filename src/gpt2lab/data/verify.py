@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.data.manifest import (
-    CONTENT,
     MANIFEST,
     SPLITS,
     EndOfText,
@@ -71,20 +70,13 @@ def compare_sources(folder: Path, source: TextSource) -> list[str]:
     Raises: DataError if the folder records no hashes of them.
     """
     manifest = read_manifest(folder)
-    shares = shares_of(manifest) if CONTENT in manifest else []
+    shares = shares_of(manifest) if "content" in manifest else []
     if not any(digest for *_, digest in shares):
         raise DataError(
-            f"{folder}: {MANIFEST} has no hashes of source files (prepared from the Hub, by an earlier version, or "
-            f"imported); prepare the data again to compare"
+            f"{folder}: {MANIFEST} has no hashes of source files: of the Hub, imported, or of an earlier version"
         )
-    lines = [
-        f"{name}: not the file that was prepared"
-        for name in changed_files(source.files, shares, {})
-    ]
-    known = {name for name, *_ in shares}
-    if manifest["request"].get("max_tokens") is None and manifest["request"]["part"] == [1, 1]:
-        lines += [f"{f.name}: not there when prepared" for f in source.files if f.name not in known]
-    return lines
+    changed = changed_files(source.files, shares, {})
+    return [f"{name}: not the file that was prepared" for name in changed]
 
 
 def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:

@@ -138,12 +138,9 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
 
 
 def _require_trial(content: bytes, end_token: str | None, where: str) -> None:
-    """Open and use a tokenizer in another process first, once per content: this one would hang or end with it.
+    """Reject a tokenizer that another process cannot use (see trial.py, which reads `content`), once per content.
 
-    `content`: of tokenizer.json, or of vocab.json and merges.txt with a zero byte between them. The user's cache keeps
-    the hashes of those that passed.
-
-    Raises: DataError with what happened there.
+    Raises: DataError.
     """
     digest = hashlib.sha256(content).hexdigest()
     passed = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab" / "tokenizers_that_passed"
@@ -193,15 +190,6 @@ def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
             f"(ByteLevel or byte_fallback), or one with an unknown token"
         )
     return HuggingFaceTokenizer(content, end_token or _find_end(values, where), where)
-
-
-def of_content(content: bytes, end_token: str | None, where: str) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, or of a vocab.json and a merges.txt with a zero byte between them.
-
-    Raises: DataError, ValueError, TypeError, and what the library raises.
-    """
-    ids, zero, merges = content.partition(b"\0")
-    return of_json(json_of_merges(ids, merges, end_token) if zero else content, end_token, where)
 
 
 def read_merges(folder: Path, end_token: str | None) -> Tokenizer:

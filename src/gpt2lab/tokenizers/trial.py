@@ -2,14 +2,16 @@
 
 python -m gpt2lab.tokenizers.trial SECONDS WHERE [END_TOKEN] < tokenizer.json
 
-Its library panics, aborts, or does not end for some files. A line on stdout says what is wrong.
+On stdin may also be a vocab.json and a merges.txt with a zero byte between them. The library panics, aborts, or does
+not end for some files. A line on stdout says what is wrong.
 """
 
 import resource
 import sys
 
 from gpt2lab.errors import DataError, first_line
-from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, of_content
+from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, of_json
+from gpt2lab.tokenizers.interface import json_of_merges
 
 _MEMORY = 4 * 2**30  # bytes of address space
 _LINES = (
@@ -35,7 +37,11 @@ def main() -> int:
             kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
         )
     try:
-        found = of_content(sys.stdin.buffer.read(), end[0] if end else None, where)
+        end_token = end[0] if end else None
+        content, is_older_form, merges = sys.stdin.buffer.read().partition(b"\0")
+        if is_older_form:
+            content = json_of_merges(content, merges, end_token)
+        found = of_json(content, end_token, where)
         if isinstance(found, HuggingFaceTokenizer):
             ids = found.encode("".join(_LINES))
             found.encode_documents(_LINES)

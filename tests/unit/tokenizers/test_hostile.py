@@ -96,5 +96,5 @@ def test_a_tokenizer_is_tried_once(tmp_path, cache, monkeypatch):
 
 def test_a_text_on_which_the_library_panics_is_one_line():
     content = json.dumps(GOOD | CASES["panics when it encodes"]).encode()
-    with pytest.raises(DataError, match="^it: "):
+    with pytest.raises(DataError, match="it: "):
         huggingface.of_json(content, END_TOKEN, "it").encode("na\u00efve \x00 \U0001f642")

@@ -16,7 +16,6 @@ from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
-from gpt2lab.runs.events import encode_line
 from tiny import write_shards
 from whole_run import Run
 
@@ -28,15 +27,6 @@ def crash_after(run: Run, step: int, monkeypatch: pytest.MonkeyPatch, *more: str
     with pytest.raises(RuntimeError, match="fault point"):
         run.train(*COMMON, *more)
     monkeypatch.delenv("FAULT")
-
-
-def edit(run: Run, step: int, **values: Any) -> None:
-    """Change the logged event of a step."""
-    events = launch.all_events(run.path)
-    for event in events:
-        if (event["event"], event["step"]) == ("step", step):
-            event |= values
-    (run.path / "metrics.jsonl").write_bytes(b"".join(map(encode_line, events)))
 
 
 def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, capsys):
@@ -94,7 +84,7 @@ def test_a_difference_is_rejected_before_anything_is_written(
     step, values, message, run, monkeypatch
 ):
     crash_after(run, 5, monkeypatch)
-    edit(run, step, **values)
+    launch.edit_step(run.path, step, **values)
     before = run.listing()
     rejection = run.rejected(*COMMON, "--resume=3")
     assert isinstance(rejection, CheckpointError)
@@ -110,9 +100,9 @@ def test_a_difference_is_rejected_before_anything_is_written(
 def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(run, monkeypatch):
     crash_after(run, 5, monkeypatch)
     [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
-    edit(run, 3, lr=math.nextafter(lr, 1))
+    launch.edit_step(run.path, 3, lr=math.nextafter(lr, 1))
     run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
-    edit(run, 3, lr=lr * (1 + 1e-9))
+    launch.edit_step(run.path, 3, lr=lr * (1 + 1e-9))
     assert "learning rate of step 3" in str(run.rejected(*COMMON, "--resume=3"))
 
 

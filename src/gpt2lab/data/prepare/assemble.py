@@ -13,16 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.manifest import (
-    CONTENT,
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    fingerprint_of,
-    read_manifest,
-    shares_of,
-    write_manifest,
-)
+from gpt2lab.data.manifest import FORMAT, MANIFEST, SPLITS, read_manifest, write_manifest
 from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
@@ -309,13 +300,6 @@ def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dic
     """Write the tokenizer's files and, last, the manifest, which is returned."""
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
-    request = manifest["request"]
-    if (
-        "listing" in request
-    ):  # else a part of an earlier version, which did not hash the sources' bytes
-        manifest[CONTENT] = fingerprint_of(
-            {"listing": request["listing"], "shares": shares_of(manifest)}
-        )
     manifest["files"].sort(key=lambda file: (file["split"], file["name"]))
     write_manifest(folder, manifest)
     return manifest

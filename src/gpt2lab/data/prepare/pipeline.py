@@ -5,9 +5,11 @@ Finished groups are collected in OUT.partial; the last act is one rename to OUT.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -23,7 +25,7 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.manifest import CONTENT, MANIFEST, MAX_MANIFEST_BYTES, read_manifest, shares_of
+from gpt2lab.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, read_manifest, shares_of
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import EncoderPool, cut, key_of
 from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, deal, of_part
@@ -155,7 +157,8 @@ def plan_preparation(
     expected = max(1, source.text_bytes() // tokenizer.bytes_per_token)
     budgets: dict[int, int | None] = {group.number: None for group in groups}
     if sizes.max_tokens is not None and 3 * sizes.max_tokens < expected:
-        groups = _leading(groups, 3 * sizes.max_tokens / expected * size)
+        ends = list(itertools.accumulate(group.size for group in groups))
+        groups = groups[: 1 + bisect.bisect_left(ends, 3 * sizes.max_tokens / expected * size)]
     if sizes.max_tokens is not None:
         budgets = _share_out(sizes.max_tokens, groups)
         expected = min(expected, sizes.max_tokens)
@@ -186,16 +189,6 @@ def plan_preparation(
         for group in of_part(groups, part)
     )
     return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, note)
-
-
-def _leading(groups: Sequence[FileGroup], wanted_bytes: float) -> tuple[FileGroup, ...]:
-    taken, held = [], 0
-    for group in groups:
-        taken.append(group)
-        held += group.size
-        if held >= wanted_bytes:
-            break
-    return tuple(taken)
 
 
 def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
@@ -419,7 +412,7 @@ def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
 
 def _changed_since(source: TextSource, folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Return the names of source files whose bytes are not those that were prepared; [] where no hash was kept."""
-    if CONTENT not in manifest:
+    if "content" not in manifest:
         return []
     states: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):

@@ -49,7 +49,10 @@ class BadRecordsError(DataError):
 Stream = Generator["Document | BadRecordsError", None, None]
 
 
-def state_of(file: File) -> tuple[int, ...] | None:
+State = tuple[int, ...] | None
+
+
+def state_of(file: File) -> State:
     """Return what every change of a file changes: its bytes, times and inode.
 
     None of a file that is gone, and of a hub's, which its revision pins.

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import EncoderPool
 from gpt2lab.data.prepare.groups import File, FileGroup, Share
-from gpt2lab.data.prepare.readers import Stream, read, sha256_of_share, state_of
+from gpt2lab.data.prepare.readers import State, Stream, read, sha256_of_share, state_of
 from gpt2lab.data.prepare.write import Divider, ShardWriter, SplitRule
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
@@ -55,8 +55,28 @@ class Task:
 
     def changed_files(self, finished: Finished) -> list[str]:
         """Return the names of its files whose bytes are no longer those that were read."""
-        files = {share.file.name: share.file for share in self.group.shares}
-        return changed_files(files.values(), finished.facts["shares"], finished.facts["states"])
+        files = (share.file for share in self.group.shares)
+        return changed_files(files, finished.facts["shares"], finished.facts["states"])
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[dict[str, State]]:
+        """Hand out the states of its files.
+
+        Raises: ChangedError if one has another size than when it was listed, or changes until the block ends.
+        """
+        states = {share.file.name: state_of(share.file) for share in self.group.shares}
+        try:
+            yield states
+        except DataError:  # a record cut by a change, for example
+            self._require(states)
+            raise
+        self._require(states)
+
+    def _require(self, states: dict[str, State]) -> None:
+        for share in self.group.shares:
+            file, before = share.file, states[share.file.name]
+            if state_of(file) != before or (before is not None and before[0] != file.size):
+                raise ChangedError(file.url)
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,13 @@ def run_task(
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        facts = _write(task, temporary, pool, on_tokens)
+        with task.unchanged() as states:
+            facts = _write(task, temporary, pool, on_tokens)
+            facts["shares"] = [
+                [share.file.name, share.number, share.count, sha256_of_share(share)]
+                for share in task.group.shares
+            ]
+        facts["states"] = states
         write_durably(temporary / _FACTS, (json.dumps(facts) + "\n").encode())
         sync_folder(temporary)
         faultpoint("data.before_group", task.group.number)
@@ -161,7 +187,6 @@ def _write(
             )
         ) as train,
         contextlib.closing(_Shuffler(folder, task, train) if task.shuffle else train) as sink,
-        _unchanged(task.group.shares) as (states, digests),
         contextlib.closing(_documents(task)) as documents,
         contextlib.closing(pool.encode(documents, skip_bad=task.skip_bad)) as batches,
     ):
@@ -187,11 +212,6 @@ def _write(
             "empty": empty,
             "held_back": divider.held_back,
             "smallest": divider.smallest(),
-            "shares": [
-                [share.file.name, share.number, share.count, digest.result()]
-                for share, digest in zip(task.group.shares, digests, strict=True)
-            ],
-            "states": states,
         }
 
 
@@ -202,34 +222,6 @@ def _train_name(number: int) -> str:
 def _documents(task: Task) -> Stream:
     for share in task.group.shares:
         yield from read(share, text_column=task.text_column)
-
-
-@contextlib.contextmanager
-def _unchanged(
-    shares: Sequence[Share],
-) -> Iterator[tuple[dict[str, tuple[int, ...] | None], list[Future[str | None]]]]:
-    """Hand out the states of some files, and the hashes of their shares, which a thread computes meanwhile.
-
-    Raises: ChangedError if a file has another size than when it was listed, or changes until the block ends.
-    """
-    files = {share.file.name: share.file for share in shares}
-    states = {name: state_of(file) for name, file in files.items()}
-
-    def check() -> None:
-        for name, file in files.items():
-            before = states[name]
-            if state_of(file) != before or (before is not None and before[0] != file.size):
-                raise ChangedError(file.url)
-
-    pool = ThreadPoolExecutor(1)
-    try:
-        yield states, [pool.submit(sha256_of_share, share) for share in shares]
-        check()
-    except DataError:  # a record cut by the change, for example
-        check()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class _Shuffler:
