@@ -7,7 +7,6 @@ import errno
 import fcntl
 import gzip
 import hashlib
-import io
 import json
 import os
 import random
@@ -18,10 +17,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -41,7 +38,7 @@ from corpora import (
     write_jsonl,
 )
 from gpt2lab.data.manifest import write_manifest
-from gpt2lab.data.prepare import encode, pipeline, readers, sources, write
+from gpt2lab.data.prepare import encode, pipeline, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncodedChunks
 from gpt2lab.data.prepare.sources import open_source
@@ -532,49 +529,6 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path
     with pytest.raises(DataError, match=says):
         merge(tmp_path / "out", given)
     assert snapshot(tmp_path) == before
-
-
-class _Counted(io.RawIOBase):
-    """A file that adds the bytes read from it to a list."""
-
-    def __init__(self, file: IO[bytes], counts: list[int]) -> None:
-        self._file, self._counts = file, counts
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._file.read(len(buffer))
-        buffer[: len(content)] = content
-        self._counts.append(len(content))
-        return len(content)
-
-
-def test_every_byte_of_a_source_is_read_once(corpus, tmp_path, monkeypatch):
-    pq.write_table(pa.table({"text": MANY}), corpus / "f.parquet", row_group_size=50)
-    counts: list[int] = []
-    original = readers._open_raw
-
-    @contextlib.contextmanager
-    def counting(share: Any) -> Iterator[Any]:
-        with original(share) as file:
-            yield _Counted(file, counts)
-
-    monkeypatch.setattr(sources, "text_per_byte", lambda *_: 1.0)  # a sample of a file of each kind
-    monkeypatch.setattr(readers, "_open_raw", counting)
-    run_prepare(corpus, tmp_path / "out", num_workers=1, group_bytes=10**9)
-    stored = sum(path.stat().st_size for path in corpus.iterdir())
-    footer = 64 * 1024  # what pyarrow reads of the end of a .parquet file, to find its metadata
-    assert stored <= sum(counts) <= stored + footer
 
 
 @pytest.mark.slow
