@@ -27,10 +27,10 @@ from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, InUseError
+from gpt2lab.errors import ConfigError, InUseError, system_errors_as
 from gpt2lab.files import JsonFile, sync_folder
 from gpt2lab.runs import history
-from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.events import CRC, METRICS, parse_line
 from gpt2lab.runs.folder import LOCK, holder_of, lock
 
 _NO_RUN = "no run named; gpt2lab status lists them"
@@ -69,7 +69,7 @@ class Verify:
     def execute(self) -> int:
         """Name what is not as it was written and return the exit code."""
         run_dir = history.find_run(self.run, checkpoint_dir=self.checkpoint_dir)
-        damaged, lines, checked = history.verify_log(run_dir)
+        damaged, lines, checked = verify_log(run_dir)
         for line in damaged:
             print(line)
         print(f"{METRICS}: {lines:,} lines, {checked:,} with a checksum; {len(damaged):,} problems")
@@ -179,6 +179,21 @@ def import_checkpoint(argv: list[str]) -> int:
     flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
     named = [] if flags.run_name is None else ["--run_name", flags.run_name]
     return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
+
+
+def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
+    """Return a line for each damage of a run's log, the number of its lines, and how many have a checksum."""
+    path, damaged, number, checked = run_dir / METRICS, [], 0, 0
+    with system_errors_as(ConfigError, path), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            checked += CRC in line
+            try:
+                parse_line(line)
+            except ValueError as error:
+                damaged.append(f"{path} line {number:,}: {error}")
+    if not damaged:
+        damaged = [f"{path}: {gap}" for gap in history.open_log(run_dir).missing_steps()]
+    return damaged, number, checked
 
 
 def delete(folder: Path) -> None:

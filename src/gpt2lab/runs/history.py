@@ -18,7 +18,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
-from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError, system_errors_as
+from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
 from gpt2lab.files import (
     COUNT,
     NUMBER,
@@ -31,7 +31,7 @@ from gpt2lab.files import (
     object_with,
     or_null,
 )
-from gpt2lab.runs.events import CRC, LIMIT, METRICS, Event, parse_line
+from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
 from gpt2lab.runs.log_cache import Blocks
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -143,21 +143,6 @@ def read_log(run_dir: Path) -> Log:
     if log.problem:
         warn_once(log.problem)
     return log
-
-
-def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
-    """Return a line for each damage of a run's log, the number of its lines, and how many have a checksum."""
-    path, damaged, number, checked = run_dir / METRICS, [], 0, 0
-    with system_errors_as(ConfigError, path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            checked += CRC in line
-            try:
-                parse_line(line)
-            except ValueError as error:
-                damaged.append(f"{path} line {number:,}: {error}")
-    if not damaged:
-        damaged = [f"{path}: {gap}" for gap in open_log(run_dir).missing_steps()]
-    return damaged, number, checked
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import launch
+from gpt2lab.commands.runs import verify_log
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
 from tiny import parse, pretrain
@@ -151,7 +152,7 @@ def test_a_line_that_is_not_what_was_written_is_named_and_left_out(tmp_path, num
     assert (code, f"metrics.jsonl line {number}: " in said) == (1, True)
     del lines[number - 1]
     path.write_bytes(b"".join(lines))
-    (gap,) = history.verify_log(tmp_path)[0] if 1 < number < 8 else [f"{number}"]
+    (gap,) = verify_log(tmp_path)[0] if 1 < number < 8 else [f"{number}"]
     assert f"{number}" in gap
 
 
@@ -160,7 +161,7 @@ def test_lines_of_an_earlier_version_are_not_checked(tmp_path):
     logger = MetricsLogger(tmp_path, attempt=1)
     logger.event("step", 3)
     logger.close()
-    assert history.verify_log(tmp_path) == ([], 3, 1)
+    assert verify_log(tmp_path) == ([], 3, 1)
     assert "crc" not in history.read_events(tmp_path)[-1]
 
 

@@ -12,7 +12,7 @@ import pytest
 import launch
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import huggingface
-from gpt2lab.tokenizers.huggingface import train_bpe
+from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN
 from gpt2lab.tokenizers.opening import of_record, open_tokenizer
 
