@@ -79,7 +79,9 @@ def expected_stream(texts: list[str]) -> list[int]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return what is in a folder, but for the states of source files, which are those of one machine."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
         for path in folder.rglob("*")
+        if path.name != ".sources.json"
     }

@@ -177,12 +177,27 @@ def start(flags: list[str], *, world: int = 1, **extra: str) -> subprocess.Popen
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the complete lines of one kind in metrics.jsonl, in order of writing."""
+    """Return the complete lines of one kind in metrics.jsonl, in order of writing, without their checksums."""
+    return [event for event in all_events(run_dir) if event["event"] == kind]
+
+
+def all_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all complete lines of metrics.jsonl without their checksums."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    for event in found:
+        event.pop("crc", None)
+    return found
+
+
+def edit_step(run_dir: Path, step: int, **values: Any) -> None:
+    """Change the logged event of a step."""
+    found = all_events(run_dir)
+    for event in found:
+        if (event["event"], event["step"]) == ("step", step):
+            event |= values
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
 
 
 def steps(run_dir: Path) -> dict[int, dict[str, Any]]:

@@ -193,6 +193,8 @@ def run_start(start: Start, name: str, work: Path, checkout: Path) -> dict[str, 
 def record_folder(run: Path) -> dict[str, Any]:
     """Return what a run left: its events, settings, checkpoints, and every file below its folder."""
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
+    for event in events:
+        event.pop("crc", None)  # of the whole line, also of the time; readers check it
     if run.name in UNORDERED:
         events.sort(key=lambda event: (event["attempt"], event["step"], event["event"]))
     status = json.loads((run / "status.json").read_text())

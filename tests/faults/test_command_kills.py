@@ -21,7 +21,7 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.model.gpt import build_model
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.tokenizers.huggingface import train_bpe
+from gpt2lab.tokenizers.bpe import train_bpe
 from launch import call
 from ranks import run_ranks
 from tiny import parse, write_shards

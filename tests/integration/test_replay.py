@@ -297,16 +297,6 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     assert (found["departure"]["step"], found["departure"]["quantity"]) == (SPIKE, "batch")
 
 
-def edit_log(run: Path, step: int, **values: Any) -> None:
-    """Change the logged event of a step."""
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for event in lines:
-        if (event["event"], event["step"]) == ("step", step):
-            event |= values
-    path.write_text("".join(json.dumps(event) + "\n" for event in lines))
-
-
 @pytest.mark.parametrize(
     ("field", "name"),
     [
@@ -319,7 +309,9 @@ def edit_log(run: Path, step: int, **values: Any) -> None:
 def test_a_step_that_is_not_as_logged_is_named(field, name, own):
     run = own / "runs" / "clean"
     value = launch.steps(run)[11][field]
-    edit_log(run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)})
+    launch.edit_step(
+        run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)}
+    )
     said = call("replay", own, "clean", "--steps=10:13", code=1)
     assert f"not as logged: step 11 is the first that differs, in its {name} (" in said
 
@@ -482,7 +474,7 @@ def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own):
 
 def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "edited")
-    edit_log(own / "runs" / "edited", 14, loss=1.0)
+    launch.edit_step(own / "runs" / "edited", 14, loss=1.0)
     found = differing(own, "edited")
     assert (found["step"], found["quantity"], found["replays"]) == (14, "loss", 0)
     assert found["conclusion"] == [

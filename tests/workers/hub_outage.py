@@ -3,7 +3,6 @@
 python hub_outage.py FAILURES
 """
 
-import hashlib
 import http.server
 import json
 import os
@@ -63,7 +62,7 @@ from gpt2lab.errors import DataError  # noqa: E402
 
 file = File("a.jsonl", len(CONTENT), f"hf://datasets/org/set@{REVISION}/a.jsonl", "jsonl")
 try:
-    for document in read(Share(file), text_column="text", digest=hashlib.sha256()):
+    for document in read(Share(file), text_column="text"):
         print("".join(document.blocks) if isinstance(document, Document) else document)
 except DataError as error:
     print(f"{type(error).__name__}: {error}")

@@ -51,6 +51,7 @@ _REQUIRED = {
 }
 _OPTIONAL = {
     "run": STRING,
+    "attempt": COUNT,
     "samples": COUNT,
     "val_loss": or_null(NUMBER),
     "best_val_loss": or_null(NUMBER),

@@ -27,20 +27,27 @@ class Verify:
     """
 
     folder: Path = argument("folder of shards")
+    sources: str | None = option(
+        None, "the source that was prepared: compare its files' bytes with the recorded hashes too"
+    )
 
     def execute(self) -> int:
         """Name the damaged files and return the exit code."""
+        from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.data.shards import open_data
-        from gpt2lab.data.verify import NGRAM, measure_overlap, verify
+        from gpt2lab.data.verify import NGRAM, compare_sources, measure_overlap, verify
 
         folder = paths.from_working_directory(self.folder)
+        source = self.sources and open_source(self.sources, text_column="text")
         problems = verify(folder)
+        if source:
+            problems += compare_sources(folder, source)
         for problem in problems:
             print(problem)
         if problems:
             print(f"{len(problems)} damaged")
             return 1
-        print("every file matches shards.json")
+        print(f"every file {'and every source ' if source else ''}matches shards.json")
         overlap = measure_overlap(open_data(folder, vocab_size=None))
         print(f"{overlap:.1%} of the {NGRAM}-grams of validation occur in training")
         return 0

@@ -110,12 +110,16 @@ def prepare(flags: PrepareData) -> Path:
         tokenizer=tokenizer,
         ray_address=flags.ray,
     )
+    manifest = result.manifest if result else read_manifest(folder)
     for warning in result.warnings if result else ():
         say(f"warning: {warning}")
+    if "content" not in manifest:
+        say(
+            "warning: prepared by an earlier version: only names and sizes of the sources were compared"
+        )
     already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
-        manifest = result.manifest if result else read_manifest(folder)
         tokens = sum(file["tokens"] for file in manifest["files"])
         print(f"train with: {_command_to_train(folder, tokens)}")
     else:

@@ -1,7 +1,7 @@
-"""List, delete, archive and repair runs, send them to a tracker, and continue or import them.
+"""List, verify, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
 gpt2lab runs list
-gpt2lab runs list my_run --verify
+gpt2lab runs verify my_run
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
@@ -27,10 +27,10 @@ from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, InUseError
+from gpt2lab.errors import ConfigError, InUseError, system_errors_as
 from gpt2lab.files import JsonFile, regular, sync_folder
 from gpt2lab.runs import history
-from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.events import CRC, METRICS, parse_line
 from gpt2lab.runs.folder import LOCK, check_entries, holder_of, lock
 
 _NO_RUN = "no run named; gpt2lab status lists them"
@@ -54,6 +54,26 @@ class List:
 
         folder = paths.runs_folder(self.checkpoint_dir)
         return list_checkpoints(self.run, folder, as_json=self.json, verify=self.verify)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare every line of a run's log with its checksum, and every byte of its checkpoints with their hashes.
+
+    Exit code 1 if one differs.
+    """
+
+    run: str = argument("name in checkpoints/, or folder")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Name what is not as it was written and return the exit code."""
+        run_dir = history.find_run(self.run, checkpoint_dir=self.checkpoint_dir)
+        damaged, lines, checked = verify_log(run_dir)
+        for line in damaged:
+            print(line)
+        print(f"{METRICS}: {lines:,} lines, {checked:,} with a checksum; {len(damaged):,} problems")
+        return max(List(str(run_dir), verify=True).execute(), bool(damaged))
 
 
 @dataclass(frozen=True)
@@ -140,14 +160,14 @@ gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
 gpt2lab runs import old/model.pt --trust --run_name old
 
 Flags of the trainer are passed on."""
-VERBS = {"list": List, "rm": Rm, "archive": Archive, "sync": Sync}
+VERBS = {"list": List, "verify": Verify, "rm": Rm, "archive": Archive, "sync": Sync}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: List | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
+    verb: List | Verify | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
     return verb.execute()
 
 
@@ -160,6 +180,21 @@ def import_checkpoint(argv: list[str]) -> int:
     flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
     named = [] if flags.run_name is None else ["--run_name", flags.run_name]
     return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
+
+
+def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
+    """Return a line for each damage of a run's log, the number of its lines, and how many have a checksum."""
+    path, damaged, number, checked = run_dir / METRICS, [], 0, 0
+    with system_errors_as(ConfigError, path), open(path, "rb", opener=regular) as file:
+        for number, line in enumerate(file, start=1):
+            checked += CRC in line
+            try:
+                parse_line(line)
+            except ValueError as error:
+                damaged.append(f"{path} line {number:,}: {error}")
+    if not damaged:
+        damaged = [f"{path}: {gap}" for gap in history.open_log(run_dir).missing_steps()]
+    return damaged, number, checked
 
 
 def delete(folder: Path) -> None:

@@ -53,8 +53,8 @@ class Train:
         """Learn, write, and print what it is."""
         from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
+        from gpt2lab.tokenizers.bpe import train_bpe
         from gpt2lab.tokenizers.gpt2 import CUTS
-        from gpt2lab.tokenizers.huggingface import train_bpe
         from gpt2lab.tokenizers.plain import BYTES, characters_of
 
         out = paths.from_working_directory(self.out)

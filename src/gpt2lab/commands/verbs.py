@@ -43,7 +43,7 @@ GROUPS = {
     },
     "look": {
         "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
-        "runs": Verb("list, delete, archive, import, sync, repair runs", f"{_HERE}.runs"),
+        "runs": Verb("list, verify, delete, archive, import, sync runs", f"{_HERE}.runs"),
         "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
         "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
     },

@@ -63,11 +63,20 @@ def fingerprint_of(manifest: dict[str, Any]) -> str:
     ).hexdigest()
 
 
+def shares_of(manifest: dict[str, Any]) -> list[list[Any]]:
+    """Return [name, number, count, sha256] of each share of a source file that was read, for prepared data."""
+    return [share for group in manifest["groups"] for share in group["shares"]]
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write shards.json, complete or not at all; its fingerprint is set in `manifest` too.
+    """Write shards.json, complete or not at all; its `content`, a hash of all sources, and its fingerprint are set too.
 
     Raises: OSError.
     """
+    request = manifest.get("request", {})
+    if "listing" in request:  # else imported, or a part of an earlier version
+        sources = {"listing": request["listing"], "shares": shares_of(manifest)}
+        manifest["content"] = fingerprint_of(sources)
     manifest["fingerprint"] = fingerprint_of(manifest)
     create_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 

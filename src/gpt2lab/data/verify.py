@@ -20,8 +20,11 @@ from gpt2lab.data.manifest import (
     missing_folder,
     read_manifest,
     shards_folder,
+    shares_of,
     tokenizer_of,
 )
+from gpt2lab.data.prepare.sources import TextSource
+from gpt2lab.data.prepare.work import changed_files
 from gpt2lab.data.shards import (
     Shard,
     TokenData,
@@ -59,6 +62,21 @@ def verify(folder: Path) -> list[str]:
         problems += [f"{place / file['name']}: {damage}" for file, damage in bar if damage]
     strays = find_strays(folder, manifest)
     return problems + [f"{place / name}: not listed in {MANIFEST}" for name in strays]
+
+
+def compare_sources(folder: Path, source: TextSource) -> list[str]:
+    """Hash the source's files and return a line for each that is not what the folder was prepared from.
+
+    Raises: DataError if the folder records no hashes of them.
+    """
+    manifest = read_manifest(folder)
+    shares = shares_of(manifest) if "content" in manifest else []
+    if not any(digest for *_, digest in shares):
+        raise DataError(
+            f"{folder}: {MANIFEST} has no hashes of source files: of the Hub, imported, or of an earlier version"
+        )
+    changed = changed_files(source.files, shares, {})
+    return [f"{name}: not the file that was prepared" for name in changed]
 
 
 def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from math import nan
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ COLUMNS = (
     *("step_seconds", "elapsed_seconds", "cpu_seconds", "peak_memory_bytes"),
 )
 _COUNTS = ("tokens", "peak_memory_bytes")
+CRC = b', "crc": "'  # before the checksum of a line
 LIMIT = 2**32  # of step and attempt
 _LAST_DATE = 95_617_584_000  # Unix seconds of the year 5000; much later times cannot be formatted
 
@@ -118,12 +120,29 @@ def decode_step(line: bytes) -> Step | None:
         step = _decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return step if step.event == "step" else None
+    return step if step.event == "step" and _is_as_written(line) else None
 
 
 def as_step(event: Event) -> Step:
     """Return the fields of a step that `parse_line` returned."""
     return msgspec.convert({k: v for k, v in event.items() if v is not None}, Step)
+
+
+def encode_line(event: Event) -> bytes:
+    """Return the line of an event, whose last key is the crc32 of the bytes before that key.
+
+    Raises: ValueError for a number that is not finite.
+    """
+    body = json.dumps(event, allow_nan=False).encode()[:-1]
+    return body + CRC + b'%08x"}\n' % zlib.crc32(body)
+
+
+def _is_as_written(line: bytes) -> bool:
+    """Compare a line with its checksum; those of earlier versions have none. No text of an event can hold the key."""
+    line = line.rstrip(b"\n")
+    if line[-20:-10] != CRC:
+        return CRC not in line
+    return line[-10:] == b'%08x"}' % zlib.crc32(line[:-20].lstrip(b"\0"))
 
 
 def load_line(line: bytes) -> Any:
@@ -137,9 +156,9 @@ def load_line(line: bytes) -> Any:
 
 
 def parse_line(line: bytes) -> Event:
-    """Return the event of a line.
+    """Return the event of a line, without its checksum.
 
-    Raises: ValueError if it is not an event.
+    Raises: ValueError if it is not an event, or not what was written.
     """
     try:
         event = load_line(line)
@@ -147,6 +166,9 @@ def parse_line(line: bytes) -> Event:
         raise ValueError(f"not JSON ({error})") from error
     if (problem := problem_of(event)) is not None:
         raise ValueError(problem)
+    if not _is_as_written(line):
+        raise ValueError("not what was written (its crc is another)")
+    event.pop("crc", None)
     found: Event = event
     return found
 

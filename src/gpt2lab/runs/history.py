@@ -86,12 +86,12 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
 
 
 def iter_events(run_dir: Path) -> Iterator[Event]:
-    """Yield the run's events in order; damaged lines and an unterminated last line (a killed writer) are left out."""
+    """Yield the run's events in order; damaged lines, such as the torn last one of a killed writer, are left out."""
     path = run_dir / METRICS
     if not path.exists():
         return
     with open(path, "rb", opener=regular) as file:
-        yield from _parsed(line for line in file if line.endswith(b"\n"))
+        yield from _parsed(file)
 
 
 def read_events(run_dir: Path) -> list[Event]:
@@ -110,7 +110,7 @@ def newest_event(run_dir: Path) -> Event | None:
         begin = max(0, size - length)
         with open(path, "rb", opener=regular) as file:
             file.seek(begin)
-            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
+            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 :]
         newest = next(_parsed(reversed(lines)), None)
         if newest is not None or begin == 0:
             return newest
@@ -211,6 +211,17 @@ class Log:
             f"{self._log} {'; '.join(self._damaged)}{f' and {more:,} more' if more else ''}: edited, or the disk "
             f"is damaged; left out, gpt2lab runs repair-log {run} removes it"
         )
+
+    def missing_steps(self) -> list[str]:
+        """Name the steps that a start logged before later ones and that are not there, such as deleted lines."""
+        steps, before = self._steps.astype(int), np.roll(self._steps, 1).astype(int)
+        for row in np.flatnonzero(np.diff(self._attempts, prepend=0)).tolist():
+            begin = self.begin_of(int(self._attempts[row]))
+            before[row] = begin["step"] if begin else steps[row] - 1
+        return [
+            f"no steps {before[row] + 1:,} to {steps[row] - 1:,} of start {self._attempts[row]}"
+            for row in np.flatnonzero(steps > before + 1).tolist()
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.events) or len(self._steps) > 0

@@ -196,6 +196,8 @@ class Blocks:
         with open_lines(self._log) as file:
             file.seek(block.begin)
             data = file.read(block.end - block.begin)
+        if len(data) == block.end - block.begin - 1:
+            data += b"\n"  # of a last line, not written yet
         if zlib.crc32(data) != block.crc:
             raise self.changed()
         return data
@@ -222,7 +224,12 @@ def decoded(log: IO[bytes], begin: int) -> Iterator[tuple[Block, bytes]]:
     changed = 0 if isinstance(log, io.BytesIO) else os.fstat(log.fileno()).st_mtime_ns
     while data := log.read(BLOCK):
         data += log.readline()
-        data = data[: data.rfind(b"\n") + 1]  # an unterminated last line is being written, or torn
+        end = data.rfind(b"\n") + 1
+        with contextlib.suppress(ValueError):  # a last line that is being written, or torn
+            parse_line(data[end:])
+            data += b"\n"  # it comes next, or when the log is opened
+            end = len(data)
+        data = data[:end]
         if not data:
             return
         yield decode(data, begin, changed)

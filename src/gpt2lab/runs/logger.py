@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ from typing import IO, Any
 from gpt2lab.errors import SaveError
 from gpt2lab.files import regular
 from gpt2lab.runs.console import Console, beats, silence_ends
-from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.events import METRICS, encode_line, parse_line
 from gpt2lab.runs.folder import LOG
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -59,7 +58,7 @@ class MetricsLogger:
         self._began = self._last_line = monotonic()
         if run_dir is None:
             return
-        _cut_torn_line(run_dir / METRICS)
+        _end_last_line(run_dir / METRICS)
         self._metrics = FileIO(run_dir / METRICS, "ab", opener=regular)
         self._flushed = self._metrics.tell()
         self._log = open(  # noqa: SIM115
@@ -81,7 +80,7 @@ class MetricsLogger:
             "step": step,
             **values,
         }
-        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._held_back += encode_line(line)
         self.newest_step = step
         self.catch_up()
         self._recorded(line, result)
@@ -241,12 +240,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove an unterminated last line, left by a writer that was killed."""
+def _end_last_line(path: Path) -> None:
+    """Remove a torn last line, left by a writer that was killed; a complete one lacks at most its newline."""
     if not path.exists():
         return
     with open(path, "rb+", opener=regular) as file:
-        end = file.seek(0, os.SEEK_END)
+        size = end = file.seek(0, os.SEEK_END)
         while end:  # backwards: the log may be long
             begin = file.seek(max(0, end - _BLOCK))
             newline = file.read(end - begin).rfind(b"\n")
@@ -254,4 +253,10 @@ def _cut_torn_line(path: Path) -> None:
                 end = begin + newline + 1
                 break
             end = begin
-        file.truncate(end)
+        file.seek(end)
+        try:
+            parse_line(file.read(min(size - end, _BLOCK)))
+        except ValueError:
+            file.truncate(end)
+        else:
+            file.write(b"\n")

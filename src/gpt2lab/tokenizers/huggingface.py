@@ -1,17 +1,23 @@
-"""Tokenizers of Hugging Face's `tokenizers` library: read from tokenizer.json, or trained on texts. No torch."""
+"""Tokenizers of Hugging Face's `tokenizers` library: read from tokenizer.json. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import read_regular
+from gpt2lab import paths
+from gpt2lab.errors import DataError, first_line, system_errors_as
+from gpt2lab.files import is_count, open_regular, read_regular
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.interface import (
     END_TOKEN,
@@ -30,6 +36,9 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"  # names the end-of-text token, as transformers does
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"  # the older form of a byte-level BPE
 _LARGEST_FILE = 256 * 1024 * 1024
+_LARGEST_CACHE = 1 << 20
+_MOST_IDS = 1 << 22  # the largest public vocabularies have 2^18
+_TRIAL_SECONDS = 20  # of processor time; the largest public tokenizers need about 3
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -64,21 +73,35 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text.
 
-        Raises: DataError if the tokenizer takes a part of the text for the end of a text.
+        Raises: DataError if the tokenizer takes a part of the text for the end of a text, or fails.
         """
-        return self._checked(self._encoder.encode(text, add_special_tokens=False).ids)
+        with self._library():
+            ids = self._encoder.encode(text, add_special_tokens=False).ids
+        return self._checked(ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, (n,) uint32."""
         import numpy as np
 
-        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._library():
+            found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(self._checked(one.ids), dtype=np.uint32) for one in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
-        text: str = self._encoder.decode(ids, skip_special_tokens=False)
+        with self._library():
+            text: str = self._encoder.decode(ids, skip_special_tokens=False)
         return text
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """Turn an error of the library into a DataError: also a panic, which is no Exception."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            raise DataError(f"{self._where}: fails on this text ({first_line(error)})") from error
 
     def byte_lengths(self) -> np.ndarray:
         """Return how many bytes of text each id stands for within a text, (size,) int64; 0 for special ids."""
@@ -110,7 +133,47 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
     """
     with system_errors_as(DataError, path):
         content = read_regular(path, at_most=_LARGEST_FILE, follow=True)
+    _require_trial(content, end_token, str(path))
     return of_json(content, end_token, str(path))
+
+
+def _require_trial(content: bytes, end_token: str | None, where: str) -> None:
+    """Reject a tokenizer that another process cannot use (see trial.py, which reads `content`), once per content.
+
+    Raises: DataError.
+    """
+    digest = hashlib.sha256(content).hexdigest()
+    passed = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab" / "tokenizers_that_passed"
+    with contextlib.suppress(OSError):
+        if digest.encode() in read_regular(passed, at_most=_LARGEST_CACHE).split():
+            return
+    if (problem := _try_out(content, end_token, where)) is not None:
+        raise DataError(problem)
+    with contextlib.suppress(OSError):
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        with open_regular(passed, "ab", os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+            file.write(f"{digest}\n".encode())
+
+
+@functools.lru_cache(maxsize=16)
+def _try_out(content: bytes, end_token: str | None, where: str) -> str | None:
+    words = [sys.executable, "-m", "gpt2lab.tokenizers.trial", str(_TRIAL_SECONDS), where]
+    try:
+        done = subprocess.run(
+            [*words, *([end_token] if end_token else [])],
+            input=content,
+            capture_output=True,
+            env={**paths.child_environment(), "OPENBLAS_NUM_THREADS": "1"},
+            timeout=15 * _TRIAL_SECONDS,  # the machine may be busy
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"{where}: could not be tried out in another process ({first_line(error)})"
+    if done.returncode > 0 and (said := done.stdout.decode(errors="replace").splitlines()):
+        return said[-1]
+    how = "takes too long or too much memory to open, or to encode a page of text"
+    if done.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
+        how = f"makes its library end the process (exit code {done.returncode})"
+    return f"{where}: {how}; use another tokenizer" if done.returncode else None
 
 
 def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
@@ -139,6 +202,7 @@ def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
             read_regular(folder / name, at_most=_LARGEST_FILE, follow=True)
             for name in (VOCABULARY_FILE, MERGES_FILE)
         )
+        _require_trial(ids + b"\0" + merges, end_token, str(folder / VOCABULARY_FILE))
         content = json_of_merges(ids, merges, end_token)
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from error
@@ -180,7 +244,10 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _ids_of(values: dict[str, Any], where: str) -> dict[str, int]:
-    """Return {token: id} of all tokens."""
+    """Return {token: id} of all tokens.
+
+    Raises: DataError if there are none, or more ids than any vocabulary has: tables have a row for each.
+    """
     vocabulary = values["model"].get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, Mapping) else {}
     if not ids:  # Unigram: pairs of token and score
@@ -188,6 +255,8 @@ def _ids_of(values: dict[str, Any], where: str) -> dict[str, int]:
     ids |= {added["content"]: added["id"] for added in values.get("added_tokens") or ()}
     if not ids:
         raise DataError(f"{where}: has no tokens")
+    if not all(is_count(id) and id < _MOST_IDS for id in ids.values()):
+        raise DataError(f"{where}: has ids that are not whole numbers below {_MOST_IDS:,}")
     return ids
 
 
@@ -216,7 +285,10 @@ def splits_as_gpt2(values: dict[str, Any]) -> bool:
 def _drops_text(values: dict[str, Any]) -> bool:
     """Tell whether characters without a token are dropped: there are neither byte tokens nor an unknown token."""
     model = values["model"]
-    has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
+    unknown, vocabulary = model.get("unk_token"), model.get("vocab")
+    has_unknown = model.get("unk_id") is not None or (
+        isinstance(vocabulary, dict) and unknown in vocabulary
+    )
     splitters = values.get("pre_tokenizer") or {}
     kinds = {one.get("type") for one in (splitters, *splitters.get("pretokenizers", ()))}
     return not (has_unknown or model.get("byte_fallback") or "ByteLevel" in kinds)
@@ -289,39 +361,3 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
             text = encoder.decode([first, id], skip_special_tokens=False)
             lengths[id] = max(0, len(text.encode()) - before)
     return lengths
-
-
-SMALLEST = 257  # every byte and <|endoftext|>
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE of `vocab_size` ids: <|endoftext|> is 0, the bytes follow, then the merges.
-
-    Texts are split into words as GPT-2 splits them. The same texts, in any order and with any number of threads, give
-    the same tokenizer: merges of equal counts are ordered by their ids.
-
-    Raises: DataError if the texts do not have enough different words.
-    """
-    from tokenizers import Tokenizer as Encoder
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < SMALLEST:
-        raise DataError(
-            f"vocab_size {vocab_size} must be at least {SMALLEST}: the bytes, and {END_TOKEN}"
-        )
-    encoder = Encoder(models.BPE())
-    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKEN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(texts, trainer)
-    found = of_json(str(encoder.to_str()).encode(), END_TOKEN, "the trained tokenizer")
-    if found.size != vocab_size:
-        raise DataError(
-            f"the text yields only {found.size:,} ids, not {vocab_size:,}; lower --vocab_size, or give more text"
-        )
-    return found

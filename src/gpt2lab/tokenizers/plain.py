@@ -174,7 +174,7 @@ def read_characters(path: Path) -> CharactersTokenizer:
 def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
     """Return the tokenizer of {"vocab_size": n, "itos": {id: character}, "stoi": {character: id}}."""
     try:
-        _check_memo(content)
+        _check(content)
         meta = _DataOnly(io.BytesIO(content)).load()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
@@ -207,11 +207,18 @@ def _read(path: Path) -> bytes:
         return read_regular(path, at_most=_LARGEST_FILE, follow=True)
 
 
-def _check_memo(content: bytes) -> None:
-    """Reject a pickle whose memo indices exceed its own length: the library would allocate memory for all of them."""
+def _check(content: bytes) -> None:
+    """Reject a pickle whose memo indices exceed its own length, or that has tuples.
+
+    The library would allocate memory for all indices, and hash a tuple of tuples for years.
+    """
     for operation, argument, _ in pickletools.genops(content):
+        if operation.name in ("GLOBAL", "STACK_GLOBAL", "INST"):
+            return  # loading ends there
         if operation.name.endswith("PUT") and int(argument or 0) > len(content):
             raise DataError("its memo is larger than the file; not nanoGPT's")
+        if "TUPLE" in operation.name or operation.name == "FROZENSET":
+            raise DataError("holds tuples; nanoGPT's file holds only dicts, texts and numbers")
 
 
 class _DataOnly(pickle.Unpickler):

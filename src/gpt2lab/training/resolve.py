@@ -40,6 +40,7 @@ from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.runs import history
+from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.target import tokenizer_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
@@ -327,13 +328,22 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     room = disk_budget(run_dir, steps.plan.disk_bytes)
     notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
+    attempt = log.last_attempt
+    recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
+    if checkpoint is not None:
+        attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
+        if not recorded:
+            notes += (
+                f"{run_dir / METRICS}: has no line of step {checkpoint.step}, after which this checkpoint was saved; "
+                f"was it deleted or replaced? Nothing can be compared with it",
+            )
     start = Start(
         config=config,
         chosen=settings.chosen,
         run_dir=run_dir,
         checkpoint=checkpoint,
         changes=changes,
-        attempt=log.last_attempt + 1,
+        attempt=attempt + 1,
         data=data,
         order=steps.order,
         val_orders=validation_orders(data, context_length=config.model.context_length),
@@ -343,7 +353,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         stop_after_steps=request.stop_after_steps,
         deadlines=find_deadlines(request.stop_at, os.environ, max_hours=config.length.max_hours),
         last_save_seconds=saves[-1] if saves else None,
-        recorded=log.recorded_after(checkpoint.step) if checkpoint else {},
+        recorded=recorded,
         has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
         initial=settings.initial,
         warnings=notes,

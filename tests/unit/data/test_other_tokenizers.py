@@ -16,8 +16,8 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2
-from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
 

@@ -101,7 +101,7 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
     assert result.total("tokens") == len(expected_stream(TEXTS))
     assert result.total("text_bytes") == sum(len(text.encode()) for text in TEXTS)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        *("shards.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
+        *("shards.json", ".sources.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
     }
     assert f"{result.total('tokens'):,}" in result_table(result)
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import gzip
-import io
+import hashlib
 import json
 import os
 import random
@@ -17,10 +17,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -39,10 +37,13 @@ from corpora import (
     snapshot,
     write_jsonl,
 )
-from gpt2lab.data.prepare import encode, pipeline, readers, sources, write
+from gpt2lab.data.manifest import write_manifest
+from gpt2lab.data.prepare import encode, pipeline, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncodedChunks
+from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.verify import compare_sources
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import Tokenizer
 from launch import HANG_SECONDS, call
@@ -293,19 +294,119 @@ def test_two_preparations_of_one_folder_do_not_mix(corpus, tmp_path):
     run_prepare(corpus, tmp_path / "out")
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
-    original = encode.encode_chunks
+def _replaced(path: Path) -> None:
+    """Put another file of the same size in its place, as `cp -p`, `rsync -t` or a restored archive do."""
+    other, old = path.with_name(f".{path.name}.other"), path.stat()
+    other.write_bytes(path.read_bytes().replace(b"quick", b"QUICK").replace(b"fox", b"FOX"))
+    os.utime(other, (1, old.st_mtime - 10**6))
+    os.replace(other, path)
 
-    def appending(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
-        with open(corpus / "a.jsonl", "a") as file:
-            file.write('{"text": "more"}\n')
+
+def _grown(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
+
+
+def _rewritten(path: Path) -> None:
+    """Give a file other text and its old times again; only ctime tells."""
+    old = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"fox", b"FOX"))
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "more"), [(_grown, {}), (_replaced, {"max_tokens": 3000}), (_rewritten, {})]
+)
+def test_a_file_that_changes_while_it_is_read_is_named(corpus, tmp_path, monkeypatch, change, more):
+    original, times = encode.encode_chunks, iter(range(10**9))
+
+    def changing(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
+        if next(times) == 1:
+            change(corpus / "a.jsonl")
         return original(chunks, tokenizer)
 
     monkeypatch.setattr(encode, "_BATCH_CHARS", 700)
-    monkeypatch.setattr(encode, "encode_chunks", appending)
+    monkeypatch.setattr(encode, "encode_chunks", changing)
     with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
-        run_prepare(corpus, tmp_path / "out", num_workers=1)
+        run_prepare(corpus, tmp_path / "out", num_workers=1, **more)
     assert os.listdir(tmp_path) == ["corpus"]
+    run_prepare(corpus, tmp_path / "out", num_workers=1, **more)
+
+
+@pytest.mark.parametrize(("name", "change"), [("a.jsonl", _replaced), ("c.parquet", _rewritten)])
+def test_what_was_killed_and_goes_on_reads_a_changed_file_again(
+    tmp_path, monkeypatch, name, change
+):
+    """The groups before the change are dropped where their file is another: no byte of the old text is left."""
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", MANY)
+    write_jsonl(folder / "b.jsonl", MANY[::-1])
+    table = pa.table({"text": [f"{text}." for text in MANY]})
+    pq.write_table(table, folder / "c.parquet", row_group_size=50, compression=None)
+    sizes = {"shard_tokens": 2000, "val_tokens": 700, "group_bytes": 9_000}
+
+    def killed(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "assemble", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_prepare(folder, tmp_path / "out", **sizes)
+    groups = tmp_path / "out.partial" / "groups"
+    kept = {path.name: path.stat().st_ino for path in groups.iterdir()}
+    change(folder / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "assemble", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_prepare(folder, tmp_path / "out", **sizes)
+    again = {path.name for path in groups.iterdir() if path.stat().st_ino != kept[path.name]}
+    assert 1 <= len(again) < len(kept)
+    run_prepare(folder, tmp_path / "out", **sizes)
+    run_prepare(folder, tmp_path / "straight", **sizes)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("states", "change"),
+    [("kept", _rewritten), ("lost", _replaced), ("of another machine", _replaced)],
+)
+def test_a_complete_folder_knows_its_sources_by_their_bytes(corpus, tmp_path, states, change):
+    out, seen = tmp_path / "out", tmp_path / "out" / ".sources.json"
+    run_prepare(corpus, out, group_bytes=9_000)
+    before = json.loads((out / "shards.json").read_text())
+    for path in corpus.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert path.name == "a.jsonl" or digest in str(before["groups"])
+    if states == "lost":
+        seen.unlink()
+    elif states == "of another machine":
+        seen.write_text(json.dumps({key: [1] for key in json.loads(seen.read_text())}))
+    assert run_prepare(corpus, out, group_bytes=9_000) is None
+    os.utime(corpus / "d_003.txt")  # other times, the same text
+    assert run_prepare(corpus, out, group_bytes=9_000) is None
+    assert compare_sources(out, open_source(str(corpus), text_column="text")) == []
+    change(corpus / "d_003.txt")
+    (named,) = compare_sources(out, open_source(str(corpus), text_column="text"))
+    assert named.startswith("d_003.txt: ")
+    with pytest.raises(DataError, match=r"d_003\.txt"):
+        run_prepare(corpus, out, group_bytes=9_000)
+    run_prepare(corpus, tmp_path / "new", group_bytes=9_000)
+    after = json.loads((tmp_path / "new" / "shards.json").read_text())
+    assert after["content"] != before["content"]
+    assert after["fingerprint"] != before["fingerprint"]
+
+
+def test_a_folder_of_an_earlier_version_is_known_by_names_and_sizes(corpus, tmp_path):
+    """It has no hashes of the sources' bytes, and its fingerprint, by which resumes know it, stays."""
+    run_prepare(corpus, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "shards.json").read_text())
+    del manifest["content"]
+    manifest["request"]["content"] = manifest["request"].pop("listing")
+    (tmp_path / "out" / "shards.json").unlink()
+    write_manifest(tmp_path / "out", manifest)
+    assert open_data(tmp_path / "out", vocab_size=50304).fingerprint == manifest["fingerprint"]
+    assert run_prepare(corpus, tmp_path / "out") is None
+    with pytest.raises(DataError):
+        compare_sources(tmp_path / "out", open_source(str(corpus), text_column="text"))
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -428,49 +529,6 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path
     with pytest.raises(DataError, match=says):
         merge(tmp_path / "out", given)
     assert snapshot(tmp_path) == before
-
-
-class _Counted(io.RawIOBase):
-    """A file that adds the bytes read from it to a list."""
-
-    def __init__(self, file: IO[bytes], counts: list[int]) -> None:
-        self._file, self._counts = file, counts
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._file.read(len(buffer))
-        buffer[: len(content)] = content
-        self._counts.append(len(content))
-        return len(content)
-
-
-def test_every_byte_of_a_source_is_read_once(corpus, tmp_path, monkeypatch):
-    pq.write_table(pa.table({"text": MANY}), corpus / "f.parquet", row_group_size=50)
-    counts: list[int] = []
-    original = readers._open_raw
-
-    @contextlib.contextmanager
-    def counting(share: Any) -> Iterator[Any]:
-        with original(share) as file:
-            yield _Counted(file, counts)
-
-    monkeypatch.setattr(sources, "text_per_byte", lambda *_: 1.0)  # a sample of a file of each kind
-    monkeypatch.setattr(readers, "_open_raw", counting)
-    run_prepare(corpus, tmp_path / "out", num_workers=1, group_bytes=10**9)
-    stored = sum(path.stat().st_size for path in corpus.iterdir())
-    footer = 64 * 1024  # what pyarrow reads of the end of a .parquet file, to find its metadata
-    assert stored <= sum(counts) <= stored + footer
 
 
 @pytest.mark.slow

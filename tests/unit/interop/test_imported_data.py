@@ -15,7 +15,7 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
-from gpt2lab.tokenizers.huggingface import train_bpe
+from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]

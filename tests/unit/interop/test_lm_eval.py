@@ -28,7 +28,7 @@ from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.report.page import render
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.huggingface import train_bpe
+from gpt2lab.tokenizers.bpe import train_bpe
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks
 from ranks import run_ranks

@@ -152,8 +152,7 @@ def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir):
 def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
     config = json.loads((run_dir / "config.json").read_text()) | {"sample_prompt": "<b>new"}
     (run_dir / "config.json").write_text(json.dumps(config))
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
+    events = launch.all_events(run_dir)
     for event in events:
         if event["event"] == "resume":
             event["changes"]["sample_prompt"] = ["old", "<b>new"]
@@ -273,8 +272,7 @@ def test_a_log_without_a_beginning_is_shown(run_dir):
 
 def test_peak_memory_is_the_most_of_all_starts(run_dir):
     """Also of steps that a resume from before them left behind."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
+    events = launch.all_events(run_dir)
     for event in events:
         if event["event"] == "step":
             left_behind = (event["attempt"], event["step"]) == (1, 3)

@@ -14,8 +14,8 @@ import pytest
 
 import launch
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
-from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
@@ -266,7 +266,7 @@ def test_training_depends_neither_on_order_nor_on_threads(trained):
     code = (
         "import sys; sys.path.insert(0, 'tests/unit/tokenizers')\n"
         "from test_interface import CORPUS\n"
-        "from gpt2lab.tokenizers.huggingface import train_bpe\n"
+        "from gpt2lab.tokenizers.bpe import train_bpe\n"
         "print(train_bpe(CORPUS, 400).hash)"
     )
     for threads in ("1", "3"):

@@ -104,10 +104,9 @@ class Both:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    lines = (run.path / "metrics.jsonl").read_text().splitlines()
     events = [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
-        for line in lines
+        {key: value for key, value in event.items() if key not in TIMES}
+        for event in launch.all_events(run.path)
     ]
     states = {}
     for step, info in run.checkpoints().items():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckpointError
@@ -28,17 +29,6 @@ def crash_after(run: Run, step: int, monkeypatch: pytest.MonkeyPatch, *more: str
     monkeypatch.delenv("FAULT")
 
 
-def edit(run: Run, step: int, **values: Any) -> None:
-    """Change the logged event of a step."""
-    path, lines = run.path / "metrics.jsonl", []
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
-        if (event["event"], event["step"]) == ("step", step):
-            event |= values
-        lines.append(json.dumps(event))
-    path.write_text("\n".join(lines) + "\n")
-
-
 def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, capsys):
     crash_after(run, 5, monkeypatch)
     run.train(*COMMON, "--resume=3")
@@ -49,6 +39,21 @@ def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, cap
     said = capsys.readouterr().out
     assert "batch of step 3 and 4 read again: the hash is the logged one" in said
     assert "resumed from step 3 (bit-identical)" in said
+
+
+@pytest.mark.parametrize("left", [None, 0, 4])  # of the lines; None: no file
+def test_a_log_that_is_gone_is_a_warning_and_the_starts_are_counted_on(run, left):
+    run.train(*COMMON, "--stop_after_steps=2")
+    run.train("--resume=latest", "--stop_after_steps=4")
+    path = run.path / "metrics.jsonl"
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:left]))
+    run.train("--resume=latest")
+    assert {event["attempt"] for event in run.events("done")} == {3}
+    (warning,) = [e["message"] for e in run.events("warning") if "metrics.jsonl" in e["message"]]
+    assert "step 4" in warning
 
 
 def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
@@ -79,7 +84,7 @@ def test_a_difference_is_rejected_before_anything_is_written(
     step, values, message, run, monkeypatch
 ):
     crash_after(run, 5, monkeypatch)
-    edit(run, step, **values)
+    launch.edit_step(run.path, step, **values)
     before = run.listing()
     rejection = run.rejected(*COMMON, "--resume=3")
     assert isinstance(rejection, CheckpointError)
@@ -95,9 +100,9 @@ def test_a_difference_is_rejected_before_anything_is_written(
 def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(run, monkeypatch):
     crash_after(run, 5, monkeypatch)
     [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
-    edit(run, 3, lr=math.nextafter(lr, 1))
+    launch.edit_step(run.path, 3, lr=math.nextafter(lr, 1))
     run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
-    edit(run, 3, lr=lr * (1 + 1e-9))
+    launch.edit_step(run.path, 3, lr=lr * (1 + 1e-9))
     assert "learning rate of step 3" in str(run.rejected(*COMMON, "--resume=3"))
 
 

@@ -5,10 +5,11 @@ Finished groups are collected in OUT.partial; the last act is one rename to OUT.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
+import itertools
 import json
 import os
 import re
@@ -24,18 +25,25 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.manifest import MANIFEST, read_manifest
+from gpt2lab.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, read_manifest, shares_of
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import EncoderPool, cut, key_of
-from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, Share, deal, of_part
-from gpt2lab.data.prepare.readers import BadRecordsError, Document, digest_of, read
+from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, deal, of_part
+from gpt2lab.data.prepare.readers import BadRecordsError, Document, read, state_of
 from gpt2lab.data.prepare.sources import TextSource
-from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
+from gpt2lab.data.prepare.work import (
+    ChangedError,
+    Finished,
+    Task,
+    changed_files,
+    drop_unfinished,
+    run_task,
+)
 from gpt2lab.data.prepare.write import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.shards import JOURNAL
 from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import regular, replace_durably, sync_folder
+from gpt2lab.files import parse_json, read_regular, regular, replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -43,6 +51,7 @@ VAL_FRACTION = 0.05
 LEAST_TOKENS = 16  # of a data set
 LARGEST_DEFAULT_VAL = 100_000_000
 _GROUPS, _WHOLE = "groups", "whole"  # folders of OUT.partial
+_STATES = ".sources.json"  # of the source files, on this machine: what need not be hashed again
 _WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
 
@@ -148,7 +157,8 @@ def plan_preparation(
     expected = max(1, source.text_bytes() // tokenizer.bytes_per_token)
     budgets: dict[int, int | None] = {group.number: None for group in groups}
     if sizes.max_tokens is not None and 3 * sizes.max_tokens < expected:
-        groups = _leading(groups, 3 * sizes.max_tokens / expected * size)
+        ends = list(itertools.accumulate(group.size for group in groups))
+        groups = groups[: 1 + bisect.bisect_left(ends, 3 * sizes.max_tokens / expected * size)]
     if sizes.max_tokens is not None:
         budgets = _share_out(sizes.max_tokens, groups)
         expected = min(expected, sizes.max_tokens)
@@ -179,16 +189,6 @@ def plan_preparation(
         for group in of_part(groups, part)
     )
     return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, note)
-
-
-def _leading(groups: Sequence[FileGroup], wanted_bytes: float) -> tuple[FileGroup, ...]:
-    taken, held = [], 0
-    for group in groups:
-        taken.append(group)
-        held += group.size
-        if held >= wanted_bytes:
-            break
-    return tuple(taken)
 
 
 def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
@@ -224,7 +224,7 @@ def prepare(
     sizes.check()
     folder = folder.resolve()  # a link decides on which disk the shards are written
     request = {
-        "content": source.identity,
+        "listing": source.identity,
         "part": list(part),
         **dataclasses.asdict(sizes),
         "shuffle": shuffle,
@@ -265,6 +265,10 @@ def _write(
         _staging(folder, request, plan) as partial,
     ):
         finished, split, cut = _divide(plan, run, partial / _GROUPS, source)
+        states = _states_of(source)
+        for task, group in zip(plan.tasks, finished, strict=True):
+            if changed := task.changed_files(group):
+                raise ChangedError(changed[0])
         shutil.rmtree(partial / _WHOLE, ignore_errors=True)  # of a start that was killed
         manifest = assemble(
             finished,
@@ -276,6 +280,7 @@ def _write(
             tokenizer=plan.tasks[0].tokenizer,
             cut=cut,
         )
+        (partial / _WHOLE / _STATES).write_text(states)
         _complete(partial, folder)
     return manifest, cut
 
@@ -381,16 +386,20 @@ def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         before = manifest.get("request")
+        if isinstance(before, dict) and "content" in before:  # its name in an earlier version
+            before["listing"] = before.pop("content")
         if before == request:
             check_prepared(folder, manifest)
-            if _is_unchanged(source, folder, manifest):
+            if not (changed := _changed_since(source, folder, manifest)):
                 # Left by a start that was killed at its very end.
                 shutil.rmtree(_partial(folder), ignore_errors=True)
                 return True
-            different = " (the source's text differs)"
+            different = (
+                f" (the bytes of {len(changed):,} source files differ, such as {changed[0]})"
+            )
         elif isinstance(before, dict):
             names = [name for name in request if before.get(name) != request[name]]
-            different = f" (another {', '.join(names or ['version']).replace('content', 'source')})"
+            different = f" (another {', '.join(names or ['version']).replace('listing', 'source')})"
         if before is not None and "groups" not in manifest:
             raise DataError(
                 f"{folder}: prepared by an earlier version, which split by position; it can still be trained on; "
@@ -401,23 +410,23 @@ def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
     )
 
 
-def _is_unchanged(source: TextSource, folder: Path, manifest: dict[str, Any]) -> bool:
-    """Tell whether files of the same names and sizes have the same text as when they were prepared.
+def _changed_since(source: TextSource, folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return the names of source files whose bytes are not those that were prepared; [] where no hash was kept."""
+    if "content" not in manifest:
+        return []
+    states: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        states = dict(parse_json(read_regular(folder / _STATES, at_most=MAX_MANIFEST_BYTES)))
+    now = _states_of(source)
+    changed = changed_files(source.files, shares_of(manifest), states)
+    if not changed and json.loads(now) != states:
+        with contextlib.suppress(OSError):
+            replace_durably(folder / _STATES, now)
+    return changed
 
-    Files that are older than the data set are; others are read and compared with the recorded hashes.
-    """
-    made = (folder / MANIFEST).stat().st_mtime
-    newer = {
-        file.name: file
-        for file in source.files
-        if "://" not in file.url and os.stat(file.url).st_mtime >= made
-    }
-    for group in manifest["groups"] if newer else []:
-        for name, number, count, digest in group["shares"]:
-            share = Share(newer[name], number, count) if name in newer else None
-            if share and digest_of(share, text_column=source.text_column) != digest:
-                return False
-    return True
+
+def _states_of(source: TextSource) -> str:
+    return json.dumps({file.name: state_of(file) for file in source.files}) + "\n"
 
 
 def _partial(folder: Path) -> Path:
@@ -454,7 +463,8 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
         except BaseException as error:
             done, count = len(list((partial / _GROUPS).glob("group_*"))), len(plan.tasks)
             # With all groups done, a repeated start would fail in the same way.
-            if not done or (done == count and isinstance(error, DataError)):
+            is_final = done == count and not isinstance(error, ChangedError)
+            if not done or (is_final and isinstance(error, DataError)):
                 shutil.rmtree(partial, ignore_errors=True)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
                 kept = (
@@ -504,7 +514,7 @@ def learning_texts(
     seen = 0
     for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True):
         for share in group.shares:
-            for document in read(share, text_column=source.text_column, digest=hashlib.sha256()):
+            for document in read(share, text_column=source.text_column):
                 try:
                     for text in _texts(document, threshold, cuts):
                         yield text

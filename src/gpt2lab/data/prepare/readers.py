@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import functools
 import hashlib
 import io
 import itertools
@@ -48,24 +49,60 @@ class BadRecordsError(DataError):
 Stream = Generator["Document | BadRecordsError", None, None]
 
 
-def digest_of(share: Share, *, text_column: str) -> str:
-    """Read a share and return the sha256 that `read` computes of it."""
+State = tuple[int, ...] | None
+
+
+def state_of(file: File) -> State:
+    """Return what every change of a file changes: its bytes, times and inode.
+
+    None of a file that is gone, and of a hub's, which its revision pins.
+    """
+    try:
+        facts = None if "://" in file.url else os.stat(file.url)
+    except OSError:
+        return None
+    return facts and (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
+
+
+def sha256_of_share(share: Share) -> str | None:
+    """Hash the stored bytes that a share may read; None where the file cannot be read, or is a hub's.
+
+    Of lines those from the byte before the share to the end of the line that its last byte is in; of Parquet all.
+    """
+    file, n = share.file, share.number
+    if (state := state_of(file)) is None:
+        return None
+    first, end = 0, file.size
+    if file.kind == "jsonl":
+        first, end = max(0, file.size * n // share.count - 1), file.size * (n + 1) // share.count
+    return _sha256_of(file.url, first, end, state)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256_of(path: str, place: int, end: int, state: tuple[int, ...]) -> str | None:
     digest = hashlib.sha256()
-    for document in read(share, text_column=text_column, digest=digest):
-        if isinstance(document, Document):
-            for _ in document.blocks:
-                pass
+    try:
+        with open(path, "rb") as file:
+            file.seek(place)
+            while block := file.read(min(_BLOCK, end - place)):
+                place += len(block)
+                digest.update(block)
+            while end < state[0] and (block := file.readline(_BLOCK)):
+                digest.update(block)
+                if block.endswith(b"\n"):
+                    break
+    except OSError:
+        return None
     return digest.hexdigest()
 
 
-def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
-    """Yield the documents of a share; `digest`, a sha256, is updated by the text that was read.
+def read(share: Share, *, text_column: str) -> Stream:
+    """Yield the documents of a share.
 
-    Raises: DataError if the file changed while it was read; SourceLostError if a hub can no longer be read.
+    Raises: DataError; SourceLostError if a hub can no longer be read.
     """
-    before = _state(share)
     try:
-        yield from _READERS[share.file.kind](share, text_column, digest)
+        yield from _READERS[share.file.kind](share, text_column)
     except DataError:
         raise
     except Exception as error:
@@ -74,8 +111,6 @@ def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
         if not isinstance(error, OSError):
             raise
         yield BadRecordsError(f"{share.file.url}: {error.strerror or error}")
-    if _state(share) != before:
-        raise DataError(f"{share.file.url}: changed while it was read; run the same command again")
 
 
 def _lost(share: Share, error: Exception) -> SourceLostError:
@@ -85,17 +120,6 @@ def _lost(share: Share, error: Exception) -> SourceLostError:
 
 def _is_remote(share: Share) -> bool:
     return "://" in share.file.url
-
-
-def _state(share: Share) -> tuple[int, int] | None:
-    """Return size and time of a file of this machine; a hub's are pinned by their address."""
-    if _is_remote(share):
-        return None
-    try:
-        facts = os.stat(share.file.url)
-    except OSError:
-        return None
-    return facts.st_size, facts.st_mtime_ns
 
 
 def _damage(share: Share) -> tuple[type[Exception], ...]:
@@ -139,7 +163,7 @@ def _open(share: Share) -> Iterator[IO[bytes]]:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+def _read_text(share: Share, text_column: str) -> Stream:
     """Yield the whole file as one document, unchanged except for a byte order mark.
 
     A long file is read twice: nothing of a file may be used that is not UTF-8 to its end.
@@ -152,20 +176,18 @@ def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
         except UnicodeDecodeError as error:
             yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {error.start}")
             return
-        digest.update(content)
         yield Document((text,), share.file.url)
     elif (bad := _first_bad_byte(share)) is not None:
         yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}")
     else:
-        yield Document(_blocks_of(share, digest), share.file.url)
+        yield Document(_blocks_of(share), share.file.url)
 
 
-def _blocks_of(share: Share, digest: hashlib._Hash) -> Iterator[str]:
+def _blocks_of(share: Share) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         with _open(share) as file:
             while block := file.read(_BLOCK):
-                digest.update(block)
                 yield decoder.decode(block)
             yield decoder.decode(b"", final=True)
     except (OSError, UnicodeDecodeError) as error:  # the first reading succeeded
@@ -195,7 +217,7 @@ def _first_bad_byte(share: Share) -> int | None:
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+def _read_jsonl(share: Share, text_column: str) -> Stream:
     name, number = share.file.url, 0
     try:
         with _open(share) as file:
@@ -213,12 +235,10 @@ def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream
                 number += 1
                 where = f"{name} line {number}" if begin == 0 else f"{name} byte {position}"
                 position += len(line)
-                digest.update(line)
                 if len(line) == _LONGEST_RECORD and not line.endswith(b"\n"):
                     while line and not line.endswith(b"\n"):
                         line = file.readline(_LONGEST_RECORD)
                         position += len(line)
-                        digest.update(line)
                     yield BadRecordsError(f"{where}: longer than {_LONGEST_RECORD:,} bytes")
                     continue
                 if not line.strip():
@@ -234,7 +254,7 @@ def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream
         yield BadRecordsError(f"{name}: not readable after line {number} ({reason})")
 
 
-def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+def _read_csv(share: Share, text_column: str) -> Stream:
     """Yield the rows of a file whose first row names the columns."""
     name, number = share.file.url, 1
     csv.field_size_limit(_LONGEST_RECORD)
@@ -245,7 +265,6 @@ def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
             io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
         ):
             for number, row in enumerate(csv.DictReader(file), start=2):
-                digest.update(json.dumps(row).encode())
                 document = document_of(row, text_column, f"{name} row {number}")
                 if isinstance(document, Document) and not _is_utf8(row[text_column]):
                     document = BadRecordsError(f"{document.where}: not UTF-8")
@@ -262,7 +281,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+def _read_parquet(share: Share, text_column: str) -> Stream:
     """Yield values one by one; damage loses its row, or at most the rest of its row group.
 
     Memory is about twice the largest page: the page, and as much for what is decoded. A page has up to 1,024 values.
@@ -299,7 +318,7 @@ def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stre
         first = sum(file.metadata.row_group(g).num_rows for g in range(groups.start))
         for group in groups:
             rows = file.metadata.row_group(group).num_rows
-            yield from _read_row_group(file, group, share, text_column, first, digest)
+            yield from _read_row_group(file, group, share, text_column, first)
             first += rows
 
 
@@ -311,9 +330,7 @@ def _is_text(kind: Any) -> bool:
     return bool(kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind))
 
 
-def _read_row_group(
-    file: Any, group: int, share: Share, text_column: str, first: int, digest: hashlib._Hash
-) -> Stream:
+def _read_row_group(file: Any, group: int, share: Share, text_column: str, first: int) -> Stream:
     import pyarrow as pa
 
     name, facts = share.file.url, file.metadata.row_group(group)
@@ -332,7 +349,6 @@ def _read_row_group(
                         f"{where}: column {text_column!r} holds NoneType, not text"
                     )
                     continue
-                digest.update(content)
                 try:
                     text = content.decode()
                 except UnicodeDecodeError as error:
@@ -366,7 +382,7 @@ def document_of(row: object, text_column: str, where: str) -> Document | BadReco
     return Document((text,), where)
 
 
-_READERS: dict[str, Callable[[Share, str, Any], Stream]] = {
+_READERS: dict[str, Callable[[Share, str], Stream]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "csv": _read_csv,

@@ -45,8 +45,7 @@ class TextSource:
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
         for file in self.files:
-            share = Share(file)
-            for document in read(share, text_column=self.text_column, digest=hashlib.sha256()):
+            for document in read(Share(file), text_column=self.text_column):
                 if isinstance(document, Document):
                     yield "".join(document.blocks)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import numpy as np
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import EncoderPool
-from gpt2lab.data.prepare.groups import FileGroup
-from gpt2lab.data.prepare.readers import Stream, digest_of, read
+from gpt2lab.data.prepare.groups import File, FileGroup, Share
+from gpt2lab.data.prepare.readers import State, Stream, read, sha256_of_share, state_of
 from gpt2lab.data.prepare.write import Divider, ShardWriter, SplitRule
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
@@ -27,6 +26,13 @@ from gpt2lab.tokenizers.interface import Tokenizer
 
 _FACTS = "group.json"
 _BLOCK = 1 << 22  # tokens
+
+
+class ChangedError(DataError):
+    """Another process wrote to a source."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path}: changed while it was read; run the same command again")
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,31 @@ class Task:
         """Name the folder that a finished group has."""
         return f"group_{self.group.number:05d}"
 
+    def changed_files(self, finished: Finished) -> list[str]:
+        """Return the names of its files whose bytes are no longer those that were read."""
+        files = (share.file for share in self.group.shares)
+        return changed_files(files, finished.facts["shares"], finished.facts["states"])
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[dict[str, State]]:
+        """Hand out the states of its files.
+
+        Raises: ChangedError if one has another size than when it was listed, or changes until the block ends.
+        """
+        states = {share.file.name: state_of(share.file) for share in self.group.shares}
+        try:
+            yield states
+        except DataError:  # a record cut by a change, for example
+            self._require(states)
+            raise
+        self._require(states)
+
+    def _require(self, states: dict[str, State]) -> None:
+        for share in self.group.shares:
+            file, before = share.file, states[share.file.name]
+            if state_of(file) != before or (before is not None and before[0] != file.size):
+                raise ChangedError(file.url)
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -54,7 +85,7 @@ class Finished:
 
     folder: Path
     files: list[dict[str, Any]]
-    facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares
+    facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares, states
 
     def val(self) -> np.ndarray:
         """Return the ids of the validation split, (n,) of the tokenizer's type."""
@@ -71,14 +102,21 @@ def run_task(
     """
     final = staging / task.folder
     if final.is_dir():
-        if _is_current(task, final):
-            return read_finished(final)
+        finished = read_finished(final)
+        if not task.changed_files(finished):
+            return finished
         shutil.rmtree(final)
     # A unique name: on a cluster a task that is believed dead may still be running.
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        facts = _write(task, temporary, pool, on_tokens)
+        with task.unchanged() as states:
+            facts = _write(task, temporary, pool, on_tokens)
+            facts["shares"] = [
+                [share.file.name, share.number, share.count, sha256_of_share(share)]
+                for share in task.group.shares
+            ]
+        facts["states"] = states
         write_durably(temporary / _FACTS, (json.dumps(facts) + "\n").encode())
         sync_folder(temporary)
         faultpoint("data.before_group", task.group.number)
@@ -94,17 +132,28 @@ def run_task(
     return read_finished(final)
 
 
-def _is_current(task: Task, folder: Path) -> bool:
-    """Tell whether a group that is done has the text that its files have now; only newer files are read."""
-    finished = read_finished(folder)
-    made = (folder / _FACTS).stat().st_mtime
-    for share, (*_, digest) in zip(task.group.shares, finished.facts["shares"], strict=True):
-        file = share.file.url
-        if "://" in file or os.stat(file).st_mtime < made:
-            continue
-        if digest is None or digest_of(share, text_column=task.text_column) != digest:
+def changed_files(
+    files: Iterable[File], shares: Iterable[Sequence[Any]], states: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of files whose bytes are not those of the shares that were made of them.
+
+    `shares`: as in shards.json; `states`: of the files by name, at the time. A file in the same state is not read.
+    """
+    by_name = {file.name: file for file in files}
+
+    def is_changed(share: Sequence[Any]) -> bool:
+        name, number, count, digest = share
+        if (file := by_name.get(name)) is None:
+            return True
+        seen, now = states.get(name), state_of(file)
+        if seen is not None and now is not None and tuple(seen) == now:
             return False
-    return True
+        return sha256_of_share(Share(file, number, count)) != digest
+
+    listed = list(shares)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases Python's lock
+        found = zip(listed, pool.map(is_changed, listed), strict=True)
+        return sorted({share[0] for share, changed in found if changed})
 
 
 def read_finished(folder: Path) -> Finished:
@@ -125,7 +174,6 @@ def _write(
     task: Task, folder: Path, pool: EncoderPool, on_tokens: Callable[[int], object]
 ) -> dict[str, Any]:
     divider = Divider(task.rule, budget=task.budget)
-    digests: list[str] = []  # of the shares that were read to their end
     val: list[np.ndarray] = [np.empty(0, task.tokenizer.dtype)]
     bad = empty = 0
     with (
@@ -139,7 +187,7 @@ def _write(
             )
         ) as train,
         contextlib.closing(_Shuffler(folder, task, train) if task.shuffle else train) as sink,
-        contextlib.closing(_documents(task, digests)) as documents,
+        contextlib.closing(_documents(task)) as documents,
         contextlib.closing(pool.encode(documents, skip_bad=task.skip_bad)) as batches,
     ):
         for batch in batches:
@@ -164,10 +212,6 @@ def _write(
             "empty": empty,
             "held_back": divider.held_back,
             "smallest": divider.smallest(),
-            "shares": [
-                [share.file.name, share.number, share.count, digest]
-                for share, digest in itertools.zip_longest(task.group.shares, digests)
-            ],
         }
 
 
@@ -175,11 +219,9 @@ def _train_name(number: int) -> str:
     return f"train_{number:06d}.npy"
 
 
-def _documents(task: Task, digests: list[str]) -> Stream:
+def _documents(task: Task) -> Stream:
     for share in task.group.shares:
-        digest = hashlib.sha256()
-        yield from read(share, text_column=task.text_column, digest=digest)
-        digests.append(digest.hexdigest())
+        yield from read(share, text_column=task.text_column)
 
 
 class _Shuffler:
