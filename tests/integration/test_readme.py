@@ -1,4 +1,4 @@
-"""Every command of README and getting_started.md runs, in order, in a copy of the project, shrunk where it is large."""
+"""The commands of README (shrunk) and of getting_started.md (as written) run, in order, in a copy of the project."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ecosystem
-from launch import HANG_SECONDS, REPOSITORY, environment
+from launch import HANG_SECONDS, REPOSITORY, environment, events
 from tiny import make_tokens
 
 SHRINK = (
@@ -23,66 +23,31 @@ SHRINK = (
 COMMANDS: dict[str, str | None] = {
     "make quickstart": None,  # .ci/run
     "make test": None,  # .ci/run
-    "make install": None,  # .ci/run
-    "make tensorboard": None,  # tests/unit/commands/test_make.py, tests/unit/runs/test_tensorboard_server.py
-    "make tensorboard-stop": None,  # the same
     "source .venv/bin/activate": None,
     "gpt2lab prepare fineweb-edu": None,  # network
-    "gpt2lab prepare hf:roneneldan/TinyStories": None,  # network
-    "gpt2lab data verify data/my_texts": "",
     "torchrun --nproc_per_node=4 src/train.py --model gpt2 --run_name gpt2-124m --use_tensorboard": (
         f"{SHRINK} --stop_after_steps=1"
     ),
     "torchrun --nproc_per_node=4 src/train.py --resume latest": "",
-    "gpt2lab train --model gpt2 --dry_run": "",
     "gpt2lab train --gpus 4": "--dry_run --device=cpu",
-    "gpt2lab train --model gpt2 --preflight": SHRINK,
     "python src/train.py --list_checkpoints": "",
-    "gpt2lab runs list": "",
     "python scripts/estimate_time.py": "",
-    "gpt2lab estimate --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
-    "gpt2lab status": "",
-    # tests/unit/commands/test_first_mistakes.py
-    "gpt2lab runs rm old_run": None,
-    "gpt2lab runs rm old_run/step_00000250": None,
-    "gpt2lab runs archive old_run": None,
-    # tests/unit/tracking/test_rebuild.py
-    "gpt2lab runs rebuild-tensorboard RUN": None,
-    "gpt2lab runs resume-command gpt2-124m --output slurm": "--num_gpus 1",
-    "gpt2lab plot gpt2-124m": "",
-    "gpt2lab report gpt2-124m": "",
-    # tests/unit/runs/test_looking_at_runs.py and tests/unit/report/test_report.py
-    "gpt2lab plot run_a run_b --x tokens --log xy --out compare.png": None,
-    "gpt2lab report run_a run_b --out compare.html": None,
-    "gpt2lab evaluate gpt2-124m": "--device=cpu",
-    "gpt2lab compare run_a run_b": None,  # tests/unit/evaluation/test_evaluate.py
-    'gpt2lab sample gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
-    "gpt2lab export gpt2-124m --out exports/gpt2-124m": "",
-    "gpt2lab prepare my_texts/": "",
-    "gpt2lab finetune --init_from gpt2-124m --instructions demo --run_name tuned": (
-        "--max_steps=2 --sample_tokens=4 --device=cpu"
-    ),
-    "gpt2lab chat tuned": "--max_new_tokens=4",
-    "gpt2lab train --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
-    "gpt2lab train --model gpt2-mini --max_steps 2000 --save_config mini.toml": "",
-    "gpt2lab train --config mini.toml --seed 2": f"{SHRINK} --data_dir=data/fineweb_edu",
-    "gpt2lab train --help": "",
     "gpt2lab --help": "",
-    "make help": "",
 }
 
 
 def commands_of_a_newcomer() -> list[str]:
-    """Return every command of both pages' bash blocks and sentences, in order, each once."""
-    found: list[str] = []
-    for page in ("README.md", "docs/getting_started.md"):
-        text = (REPOSITORY / page).read_text()
-        blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-        found += [line for block in blocks for line in block.splitlines() if line]
-        sentences = re.sub(r"```.*?```", "", text, flags=re.S)
-        found += re.findall(r"`((?:python|make|torchrun|gpt2lab) [^`]+)`", sentences)
-        found += re.findall(r"\*\*((?:python|make|torchrun) [^*]+)\*\*", sentences)
+    """Return every command of README's bash blocks and sentences, in order, each once."""
+    text = (REPOSITORY / "README.md").read_text()
+    found = [line for block in blocks_of(text) for line in block.splitlines() if line]
+    sentences = re.sub(r"```.*?```", "", text, flags=re.S)
+    found += re.findall(r"`((?:python|make|torchrun|gpt2lab) [^`]+)`", sentences)
     return list(dict.fromkeys(found))
+
+
+def blocks_of(text: str) -> list[str]:
+    """Return the bash blocks of a page."""
+    return re.findall(r"```bash\n(.*?)```", text, flags=re.S)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +68,7 @@ def clone(tmp_path_factory) -> Path:
 
     np.save(data / "edufineweb_val_000000.npy", make_tokens(4_000, seed=1))
     np.save(data / "edufineweb_train_000001.npy", make_tokens(600_000, seed=2))
-    (folder / "my_texts").mkdir()
-    (folder / "my_texts" / "one.txt").write_text(
-        "To be, or not to be, that is the question.\n" * 400
-    )
+    shutil.copytree(REPOSITORY / "docs" / "log", folder / "docs" / "log")
     return folder
 
 
@@ -151,21 +113,46 @@ def test_the_front_page_shows_a_picture_and_a_short_transcript():
 @pytest.mark.slow
 def test_the_commands_of_a_newcomer_run(clone):
     """In the order of the pages: prepare and train come before what they make possible."""
-    tools = Path(sys.executable).parent
-    path = os.pathsep.join([str(clone / "bin"), str(tools), os.environ["PATH"]])
     for command in commands_of_a_newcomer():
         flags = COMMANDS[command]
-        if flags is None:
-            continue
-        done = subprocess.run(
-            f"{command} {flags}",
-            shell=True,
-            cwd=clone,
-            env=environment(PATH=path, PYTHONPATH=str(clone / "src")),
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-        )
-        assert done.returncode == 0, f"{command} {flags}\n{done.stderr}"
+        if flags is not None:
+            run_in(clone, f"{command} {flags}")
     assert (clone / "checkpoints" / "gpt2-124m" / "step_00000002").is_dir()
     assert (clone / "checkpoints" / "gpt2-124m" / "tensorboard").is_dir()
+
+
+@pytest.mark.slow
+def test_getting_started_runs_as_it_is_written(clone):
+    """All after the quickstart, and the command that `prepare` prints; the killed run gets the same bits."""
+    first, *blocks = blocks_of((REPOSITORY / "docs" / "getting_started.md").read_text())
+    assert first.startswith("make quickstart\n")
+    printed, hashes = "", []
+    for block in blocks:
+        lines = run_in(clone, block).splitlines()
+        hashes += [line.split()[0] for line in lines if line.endswith("/model.safetensors")]
+        printed = next((line for line in lines if line.startswith("train with: ")), printed)
+    assert len(hashes) == 2
+    assert len(set(hashes)) == 1
+    assert {event["attempt"] for event in events(clone / "checkpoints" / "killed", "step")} == {
+        1,
+        2,
+    }
+    run_in(clone, f"{printed.removeprefix('train with: ')} --run_name printed")
+    assert events(clone / "checkpoints" / "printed", "done")
+
+
+def run_in(clone: Path, block: str) -> str:
+    """Run lines of bash, each of which must succeed, in the copy of the project; return what they print."""
+    path = os.pathsep.join(
+        [str(clone / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    done = subprocess.run(
+        ["bash", "-ec", block],
+        cwd=clone,
+        env=environment(PATH=path, PYTHONPATH=str(clone / "src")),
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stderr}"
+    return done.stdout

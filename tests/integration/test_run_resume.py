@@ -206,6 +206,12 @@ def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
     assert list(run.checkpoints()) == [2, 3, 4, 6]
 
 
+def test_a_run_of_many_epochs_keeps_no_end_of_one(run):
+    run.train("--num_epochs=5", "--total_batch_size=1520", "--mini_batch_size=5", "--eval_freq=0")
+    assert [event["epoch"] for event in run.events("step")][-1] == 4
+    assert run.labels().keys() == {"best"}
+
+
 def test_best_follows_the_run_back(run):
     run.train("--max_steps=6", "--eval_freq=2", "--checkpoint_freq=2")
     assert run.labels()["best"] == "step_00000006"

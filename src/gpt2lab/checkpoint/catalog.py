@@ -340,13 +340,11 @@ class DiskBudget:
         return self.free + self.held >= self.needed
 
     def shortage(self) -> tuple[str, ...]:
-        """Return a warning if the retention plan does not fit, else nothing."""
-        if self.fits:
+        """Return a warning if the retention plan does not fit, or is over 1 GB and a tenth of what is free."""
+        if self.fits and self.needed <= max(1e9, (self.free + self.held) / 10):
             return ()
-        return (
-            f"disk of {self.folder}: {self.describe()}; "
-            f"lower --keep_checkpoints, free space or choose another --checkpoint_dir",
-        )
+        fix = "lower --keep_checkpoints, set --epoch_checkpoints off, or choose another --checkpoint_dir"
+        return (f"disk of {self.folder}: {self.describe()}; {fix}",)
 
     def describe(self) -> str:
         """Return the bytes needed and free as text."""

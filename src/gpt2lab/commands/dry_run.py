@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -10,7 +11,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
-from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
+from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, estimate_here, memory_here
 from gpt2lab.runs.console import Console
 from gpt2lab.training.extension import Planner
 from gpt2lab.training.plan import describe_plan
@@ -33,6 +34,7 @@ def print_plan(
     plan = start.plan
     need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
     offloaded = start.config.system.fsdp_offload
+    found = estimate_here(start)
     if as_json:
         facts = {
             "run_dir": str(start.run_dir),
@@ -51,6 +53,7 @@ def print_plan(
                 "fits": need.fits,
                 "largest_mini_batch_size": need.largest_micro_batch,
             },
+            "forecast_seconds": dataclasses.asdict(found.seconds) if found else None,
             "unused_targets": start.order.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
@@ -68,6 +71,7 @@ def print_plan(
         say(f"{'source':<14} {line}")
     say(describe_plan(plan, start.config))
     say(f"{'memory':<14} {NOT_COUNTED if offloaded else describe_memory(need)}")
+    say(f"{'forecast':<14} {found.describe_time() if found else 'n/a: this GPU is not known'}")
     if start.initial:
         say(f"{'begins with':<14} {paths.display_path(start.initial.target.folder)}")
     if start.checkpoint:

@@ -16,7 +16,6 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.request import default_warmup
-from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, remaining, reports
@@ -25,6 +24,7 @@ from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.request import EstimateRequest, Predictor, check_request, start_of, window_of
 from gpt2lab.runs.history import find_run
+from gpt2lab.training.plan import find_repeats
 
 DOES_NOT_FIT = 3
 _COMMON = (  # flags of the short help
@@ -163,12 +163,7 @@ def _warnings(found: Estimate) -> list[str]:
             warnings.append(
                 f"{name} {freq:,} is longer than the run of {steps:,} steps: it happens only at the end"
             )
-    passes = job.epochs_by_source or {"the data": job.epochs or 0.0}
-    warnings += [
-        f"{epochs:.1f} passes over {name}: beyond about 4, repeated tokens teach little (arXiv:2305.16264)"
-        for name, epochs in passes.items()
-        if epochs > 4
-    ]
+    warnings += find_repeats(job.epochs_by_source or {"the data": job.epochs or 0.0})
     evals, total = found.breakdown["eval"].value, found.seconds.value
     if found.event_share > _EVENT_SHARE and evals > 2 * _WANTED_SHARE * total:
         wanted = (eval_freq or steps) * evals / (_WANTED_SHARE * (total - evals))
@@ -182,10 +177,8 @@ def _warnings(found: Estimate) -> list[str]:
         warnings.append(
             f"the price of {found.cost.date} is more than half a year old; give --price"
         )
-    load, cores = machine.load_average(), processor.cores()
-    if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
-        busy = f"machine busy: load {load:.1f} on {cores} cores"
-        warnings.append(f"{busy}; the times are for an idle one")
+    if found.machine.is_cpu and job.world_size == 1 and (busy := machine.describe_load()):
+        warnings.append(busy)
     return warnings
 
 

@@ -7,10 +7,14 @@ gpt2lab prepare my_texts/ --out data/my_texts
 gpt2lab prepare my_texts/ --tokenizer data/std_4k --out data/my_texts_4k
 """
 
+from __future__ import annotations
+
 import re
 import signal
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
@@ -18,6 +22,11 @@ from gpt2lab.config.flags import argument, check_least, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
+
+if TYPE_CHECKING:
+    from gpt2lab.config.schema import ModelName
+    from gpt2lab.planner.estimate import Estimate
+    from gpt2lab.training.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,6 @@ _COMMON = (  # flags of the short help
     *("source", "out", "max_tokens", "val_tokens", "tokenizer", "text_column", "subset"),
     *("num_workers", "skip_bad"),
 )
-_FEW_TOKENS = 100_000_000  # below, GPT-2 would see every text many times
 
 
 def main(argv: list[str]) -> int:
@@ -120,18 +128,54 @@ def prepare(flags: PrepareData) -> Path:
     already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
-        tokens = sum(file["tokens"] for file in manifest["files"])
-        print(f"train with: {_command_to_train(folder, tokens)}")
+        print("\n".join(_advise_first_run(folder, manifest)))
     else:
         print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder
 
 
-def _command_to_train(folder: Path, tokens: int) -> str:
-    """Return a command that trains on the data: a small model where there is little text."""
-    model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
-    flags = ["--model", model, "--data_dir", paths.display_path(folder)]
-    return fmt.command_line([*paths.command_words("train"), *flags])
+def _advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return lines on a first run on the data: its time, epochs and disk, and at last its command."""
+    from gpt2lab.commands.command_line import parse
+    from gpt2lab.planner import auto, machine
+    from gpt2lab.training.resolve import resolve
+
+    def words(model: str, **flags: Any) -> list[str]:
+        typed = {"model": model, "data_dir": paths.display_path(folder), **flags}
+        return [word for name, value in typed.items() for word in (f"--{name}", str(value))]
+
+    def planned(words: list[str]) -> tuple[Plan, Estimate | None]:
+        start = resolve(parse(words).request, world_size=1, set_aside=False)
+        return start.plan, auto.estimate_here(start)
+
+    def affordable(model: ModelName) -> float:
+        plan, found = planned(words(model, max_steps=1000))
+        return plan.tokens * auto.FIRST_RUN_SECONDS / found.seconds.value if found else inf
+
+    files = manifest["files"]
+    train = sum(file["tokens"] for file in files if file["split"] == "train")
+    shortest = min(file["tokens"] for file in files)
+    flags = auto.choose_first_run(train, shortest, affordable=affordable)
+    if not flags:
+        return [f"{train} tokens are too few to train on, {shortest} in a shard; prepare more text"]
+    if planned(words(**flags))[0].disk_bytes > auto.FIRST_RUN_BYTES:
+        flags |= {"keep_checkpoints": 1, "epoch_checkpoints": "off"}
+    plan, found = planned(command := words(**flags))
+    if found and found.memory.fits is False and (smaller := auto.fitting_flag(found.memory)):
+        command += smaller.split()
+    time, limit = "n/a: this GPU is not known", ""
+    if found:
+        busy = machine.describe_load() if found.machine.is_cpu else None
+        time = "; ".join(filter(None, (found.describe_time(), busy)))
+        whole = fmt.duration(found.seconds.value / plan.epochs)
+        limit = f", half an hour of this machine; one epoch takes about {whole}"
+    is_large = plan.disk_bytes > auto.FIRST_RUN_BYTES
+    return [
+        f"forecast       {time}",
+        f"epochs         {plan.epochs:.2g} ({plan.tokens:,} tokens{limit if 'max_tokens' in flags else ''})",
+        f"checkpoints    {plan.describe_disk()}{', the least that a run keeps' if is_large else ''}",
+        f"train with: {fmt.command_line([*paths.command_words('train'), *command])}",
+    ]
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, Parallel, SystemConfig
 from gpt2lab.errors import ConfigError
 
+MANY_EPOCHS = 4  # above, repeated tokens teach little (Muennighoff et al. 2023, arXiv:2305.16264)
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
 # One graph of all layers compiles for a time that grows with them. From here a step is compiled in regions, those of
 # the blocks once for all: a few more bytes are moved (docs/gpu_results.md), and the first step takes seconds.

@@ -276,8 +276,9 @@ class CheckpointConfig:
         "auto",
         "on: a separate process writes rolling checkpoints while training continues; auto = on with a GPU",
     )
-    epoch_checkpoints: Literal["on", "off"] = free(
-        "on", "on: keep a checkpoint of the end of every epoch"
+    epoch_checkpoints: Literal["auto", "on", "off"] = free(
+        "auto",
+        "on: keep a checkpoint of the end of every epoch; auto = on in runs of at most 4 epochs",
     )
     keep_checkpoints: int = free(
         10, "rolling checkpoints kept, in addition to labelled ones", least=1

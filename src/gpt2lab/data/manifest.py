@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,16 +34,36 @@ MANIFEST = "shards.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
 ID_BYTES = {"<u2": 2, "<u4": 4}
+# Of the kinds in prepare/groups.py, which training need not import.
+_TEXT_NAME = re.compile(r".*\.((txt|md|jsonl?|csv)(\.(gz|bz2|zst))?|parquet)")
+_OTHER_NAMES = (MANIFEST, "config.json", ".npy", ".bin", ".ds")
+_MOST_NAMES = 10_000  # that are looked at in a folder
 
 
-def missing_folder(folder: Path, otherwise: str) -> DataError:
-    """Return the error for a folder that is not there: names a similar one, beside it or in data/, or `otherwise`."""
-    for place in (folder.parent, paths.from_repository(Path("data"))):
-        found = [*place.glob(f"*/{MANIFEST}"), *place.glob("*/*_train_*")]
-        names = {file.parent.name for file in found}
-        if hint := fmt.did_you_mean(folder.name, names, flag=f"{paths.display_path(place)}/"):
-            return DataError(f"{folder}: no such data folder; {hint}")
-    return DataError(f"{folder}: no such data folder; {otherwise}")
+def no_shards(path: Path, problem: str, fix: str) -> DataError:
+    """Return the error for a path without shards: it is text, or `problem` and a similar name or `fix`."""
+    if _holds_text(path):
+        prepare = [*paths.command_words("prepare"), paths.display_path(path)]
+        how = fmt.command_line(prepare)
+        return DataError(f"{path}: is text, not token shards; prepare it with: {how}")
+    if path.is_file():
+        return DataError(f"{path}: is a file; give the folder that holds the shards")
+    if not path.is_dir():
+        for place in (path.parent, paths.from_repository(Path("data"))):
+            found = [*place.glob(f"*/{MANIFEST}"), *place.glob("*/*_train_*")]
+            names = {file.parent.name for file in found}
+            if hint := fmt.did_you_mean(path.name, names, flag=f"{paths.display_path(place)}/"):
+                fix = hint
+                break
+    return DataError(f"{path}: {problem}; {fix}")
+
+
+def _holds_text(path: Path) -> bool:
+    """Tell whether a file has the name of a text that `prepare` reads, or a folder holds one and no shard or run."""
+    some = itertools.islice(path.rglob("*"), _MOST_NAMES) if path.is_dir() else [path]
+    names = [one.name.lower() for one in some if one.is_file()]
+    others = [name for name in names if name.endswith(_OTHER_NAMES)]
+    return not others and any(_TEXT_NAME.fullmatch(name) for name in names)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from gpt2lab.data.manifest import (
     EndOfText,
     end_of_text_of,
     fingerprint_of,
-    missing_folder,
+    no_shards,
     read_manifest,
     shards_folder,
 )
@@ -142,7 +142,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     """
     prepare = _how_to_prepare(folder, vocab_size)
     if not folder.is_dir():
-        raise missing_folder(folder, prepare)
+        raise no_shards(folder, "no such data folder", prepare)
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest is None and (folder / JOURNAL).exists():
         raise DataError(
@@ -157,7 +157,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         if not names[split]:
             if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
                 prepare = "token files of another program? gpt2lab data import reads them in place"
-            raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
+            raise no_shards(folder, f"no {split} shards (NAME_{split}_000000.npy)", prepare)
     tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
     limit = _IdLimit(vocab_size, tokenizer)
     if manifest is None:

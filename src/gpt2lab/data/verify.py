@@ -17,7 +17,7 @@ from gpt2lab.data.manifest import (
     MANIFEST,
     SPLITS,
     EndOfText,
-    missing_folder,
+    no_shards,
     read_manifest,
     shards_folder,
     shares_of,
@@ -46,9 +46,10 @@ def verify(folder: Path) -> list[str]:
     Raises: DataError if there is no such folder, or no shards.json to compare with, or it is damaged itself.
     """
     if not folder.is_dir():
-        raise missing_folder(folder, "gpt2lab prepare makes one")
+        raise no_shards(folder, "no such data folder", "gpt2lab prepare makes one")
     if not (folder / MANIFEST).exists():
-        raise DataError(f"{folder}: no {MANIFEST} to compare with; gpt2lab data import writes one")
+        problem = f"no {MANIFEST} to compare with"
+        raise no_shards(folder, problem, "gpt2lab data import writes one")
     manifest = read_manifest(folder)
     files, place, problems = manifest["files"], shards_folder(folder, manifest), []
     try:

@@ -6,18 +6,20 @@ only decides how its cards divide a step: tokens per step, and so the loss curve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
-from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, SystemConfig
 from gpt2lab.distributed.processor import unseen_gpus
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planner import calibration, hardware, measuring
 from gpt2lab.planner.estimate import (
     MEMORY_TARGET,
@@ -34,6 +36,7 @@ from gpt2lab.planner.machine import DetectedHardware, detect_hardware, named, to
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
+from gpt2lab.training.start import Start
 
 MAX_BATCH = 128  # largest mini batch that a search tries
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
@@ -129,6 +132,19 @@ def job_on(detected: DetectedHardware, config: Config, plan: Plan, train_tokens:
     )
 
 
+def estimate_here(start: Start) -> Estimate | None:
+    """Predict what is left of a start of the trainer on this machine; None for a GPU of which nothing is known."""
+    detected, known = detect_hardware(device=start.config.system.device), hardware.load()
+    job = job_on(detected, start.config, start.plan, start.data.tokens("train"))
+    if start.checkpoint is not None:
+        job = job.with_steps(max(1, start.plan.max_steps - start.checkpoint.step))
+    records = calibration.read(start.run_dir.parent)
+    with contextlib.suppress(NoSourceError):
+        on, ratios = calibration.this_machine(detected, known, records, job)
+        return estimate(job, on, known, ratios=ratios)
+    return None
+
+
 def choose_settings(
     wanted: OpenSettings,
     config: Config,
@@ -193,6 +209,46 @@ def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path)
     if steps < 1:
         raise ConfigError(f"--max_hours {hours:g} is too short for a single step of this run")
     return steps
+
+
+# -- a first run on new data ----------------------------------------------------------------------------------------
+
+FIRST_RUN_SECONDS = 1800.0
+FIRST_RUN_BYTES = 1_000_000_000  # of all its checkpoints
+_FIRST_EPOCHS = 3  # below MANY_EPOCHS
+_FIRST_STEPS = 100  # fewer teach little, so that a small text gets small steps
+_FEWEST_SEQUENCES = 4  # of such a step
+
+
+def choose_first_run(
+    train_tokens: int, shortest_shard: int, *, affordable: Callable[[ModelName], float]
+) -> dict[str, Any]:
+    """Return the flags of a first run on new data, by their names; {} if there is too little text for any.
+
+    The largest GPT-2 that gets a token for each parameter of its blocks, from 3 passes over the text and within half
+    an hour of this machine. `affordable`: the tokens that a preset trains in that time; `shortest_shard`: its tokens.
+    """
+    wanted, tokens = _FIRST_EPOCHS * train_tokens, 0.0
+    for name in ("gpt2", "gpt2-mini", "gpt2-micro", "gpt2-nano"):
+        config = preset(name)
+        model, T = config.model, config.model.context_length
+        parameters = 12 * model.n_layer * model.n_embd**2
+        if wanted >= parameters and shortest_shard > T:
+            tokens = min(wanted, affordable(name))
+        if tokens >= parameters:
+            break
+    flags: dict[str, Any] = {"model": name, "num_epochs": _FIRST_EPOCHS}
+    if 0 < tokens < wanted:
+        flags = {"model": name, "max_tokens": fmt.count(tokens)}
+    batch = whole = config.batch.total_batch_size
+    while batch > _FEWEST_SEQUENCES * T and wanted < _FIRST_STEPS * batch:
+        batch //= 2
+    if batch < whole:
+        size = min(config.batch.mini_batch_size, batch // T)
+        flags |= {"total_batch_size": batch, "mini_batch_size": size}
+    # What the ends of the shards leave must hold a step.
+    is_enough = shortest_shard > T and wanted >= batch + _FIRST_EPOCHS * T
+    return flags if is_enough else {}
 
 
 # -- presets -----------------------------------------------------------------------------------------------------

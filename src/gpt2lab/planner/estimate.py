@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gpt2lab import fmt
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
 from gpt2lab.planner.hardware import Hardware
@@ -52,6 +53,12 @@ class Estimate:
     def event_share(self) -> float:
         """Share of the total time that is not steps."""
         return 1 - self.breakdown["train"].value / self.seconds.value
+
+    def describe_time(self) -> str:
+        """Write the time of the run with its interval, and where it is from."""
+        span = self.seconds
+        value, low, high = (fmt.duration(time) for time in (span.value, span.low, span.high))
+        return f"{value} ({low} ... {high}, 80 %), from {self.machine.rates.source}"
 
 
 def estimate(

@@ -65,8 +65,7 @@ def write_forecast(
     except (OSError, GPT2LabError) as error:
         say(f"forecast       n/a: {error}")
         return
-    value, low, high = (fmt.duration(3600 * document["estimate"][key]) for key in _HOURS)
-    say(f"forecast       {value} ({low} ... {high}, 80 %), from {document['throughput']['source']}")
+    say(f"forecast       {found.describe_time()}")
 
 
 def score_forecast(

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt, paths
+from gpt2lab.config.derived import MANY_EPOCHS
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, NoSourceError
 
 SHIPPED = Path(__file__).with_name("hardware.json")
 DEFAULT_PROFILE = "balanced"
-PASSES = 4  # over the same text
 # A device name with one of these words is another chip, or a slice of one, than the name without it.
 _OTHER_CHIPS = {"mig", "laptop", "ti", "super", "d", "max", "mobile"}
 
@@ -253,14 +253,14 @@ def advise_profile(unique_tokens: int, *, parameters: int, known: Collection[Pro
     Up to four passes over the same text teach nearly as much as new text would (Muennighoff et al. 2023,
     arXiv:2305.16264), so a profile is within reach if four passes give its tokens a parameter.
     """
-    reach = PASSES * unique_tokens / parameters
+    reach = MANY_EPOCHS * unique_tokens / parameters
     size = f"{unique_tokens:,} tokens to train on, {unique_tokens / parameters:.2g} a parameter"
     fitting = [profile for profile in known if profile.tokens_per_parameter <= reach]
     if not fitting:
         least = min(profile.tokens_per_parameter for profile in known)
         return (
-            f"{size}: even {PASSES} passes are fewer than the {least:g} of the leanest profile; "
-            f"take a model of at most {PASSES * unique_tokens / least:,.0f} parameters, or more text"
+            f"{size}: even {MANY_EPOCHS} passes are fewer than the {least:g} of the leanest profile; "
+            f"take a model of at most {MANY_EPOCHS * unique_tokens / least:,.0f} parameters, or more text"
         )
     best = max(fitting, key=lambda profile: profile.tokens_per_parameter)
     passes = best.tokens_per_parameter * parameters / unique_tokens

@@ -193,6 +193,14 @@ def load_average() -> float:
         return 0.0
 
 
+def describe_load() -> str | None:
+    """Say that other programs keep this machine's processor busy, so that it is slower than predicted; else None."""
+    load, cores = load_average(), processor.cores()
+    if load <= cores * 0.75:
+        return None
+    return f"machine busy: load {load:.1f} on {cores} cores; the times are for an idle one"
+
+
 class Watch:
     """Counts the processor time of the machine and of this process with its finished children.
 

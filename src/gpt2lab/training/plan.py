@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
+from gpt2lab.config.derived import MANY_EPOCHS, BatchPlan, count_steps, plan_batches
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import options_of
 from gpt2lab.model.counts import checkpoint_bytes, count_parameters, training_flops_per_token
@@ -24,6 +25,7 @@ class Plan:
     flops_per_token: int
     checkpoint_bytes: int
     retained_checkpoints: int
+    keeps_epochs: bool  # a checkpoint of the end of each
 
     @property
     def tokens(self) -> int:
@@ -34,6 +36,11 @@ class Plan:
     def disk_bytes(self) -> int:
         """Largest disk use of the retained checkpoints."""
         return self.checkpoint_bytes * self.retained_checkpoints
+
+    def describe_disk(self) -> str:
+        """Write what the retained checkpoints take."""
+        each, total = fmt.num_bytes(self.checkpoint_bytes), fmt.num_bytes(self.disk_bytes)
+        return f"{each} each, at most {self.retained_checkpoints} at once = {total} of disk"
 
 
 def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Plan:
@@ -47,6 +54,10 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         config.length, config.batch, context_length=T, windows_per_epoch=windows_per_epoch
     )
     epochs = max_steps * batch.samples / windows_per_epoch
+    wanted = config.checkpoint.epoch_checkpoints
+    keeps_epochs = wanted == "on" or (wanted == "auto" and epochs <= MANY_EPOCHS)
+    # Of tiny data a step may end several epochs.
+    ends = min(math.floor(epochs), max_steps) if keeps_epochs else 0
     return Plan(
         batch=batch,
         max_steps=max_steps,
@@ -54,18 +65,26 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         parameters=count_parameters(config.model),
         flops_per_token=training_flops_per_token(config),
         checkpoint_bytes=checkpoint_bytes(config),
-        retained_checkpoints=_count_retained(config, max_steps, math.floor(epochs)),
+        retained_checkpoints=_count_retained(config, max_steps) + ends,
+        keeps_epochs=keeps_epochs,
     )
 
 
-def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
-    """Bound the checkpoints on disk at once: rolling, epoch ends, best and its predecessor, the one being written."""
+def _count_retained(config: Config, max_steps: int) -> int:
+    """Bound the checkpoints on disk at once: rolling, best and its predecessor, the one being written."""
     every = config.checkpoint.checkpoint_freq
     rolling = math.ceil(max_steps / every) if every else 1
-    ends = min(full_epochs, max_steps)  # of tiny data a step may end several
-    if config.checkpoint.epoch_checkpoints == "off":
-        ends = 0
-    return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
+    return min(rolling, config.checkpoint.keep_checkpoints) + 2 + 1
+
+
+def find_repeats(passes: Mapping[str, float]) -> list[str]:
+    """Return a warning for each source that a run reads too often; `passes`: over each by its name."""
+    return [
+        f"{epochs:.1f} passes over {name}: beyond about {MANY_EPOCHS}, repeated tokens teach little "
+        f"(arXiv:2305.16264); train for --num_epochs {MANY_EPOCHS}, or prepare more text"
+        for name, epochs in passes.items()
+        if epochs > MANY_EPOCHS
+    ]
 
 
 def describe_plan(plan: Plan, config: Config) -> str:
@@ -85,8 +104,7 @@ def describe_plan(plan: Plan, config: Config) -> str:
         ),
         (
             "checkpoints",
-            f"{fmt.num_bytes(plan.checkpoint_bytes)} each, at most {plan.retained_checkpoints} at once "
-            f"= {fmt.num_bytes(plan.disk_bytes)} of disk (interrupted starts may add emergency ones)",
+            f"{plan.describe_disk()} (interrupted starts may add emergency ones)",
         ),
     ]
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

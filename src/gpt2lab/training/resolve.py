@@ -47,7 +47,7 @@ from gpt2lab.tokenizers.opening import require_same, why_no_text
 from gpt2lab.training.extension import Extensions, Planner
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.locate import Place, fresh_folder, locate
-from gpt2lab.training.plan import Plan, make_plan
+from gpt2lab.training.plan import Plan, find_repeats, make_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import find_deadlines
@@ -358,10 +358,14 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         initial=settings.initial,
         warnings=notes,
     )
-    if not start.is_complete:
-        _check_length(start)
-        _check_source_epochs(start)
-    return start
+    if start.is_complete:
+        return start
+    _check_length(start)
+    _check_source_epochs(start)
+    if checkpoint is not None:
+        return start
+    repeats = find_repeats(start.epochs_by_source() or {"the data": start.plan.epochs})
+    return dataclasses.replace(start, warnings=(*notes, *repeats))
 
 
 def _find_changes(

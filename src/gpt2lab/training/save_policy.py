@@ -83,7 +83,7 @@ class SavePolicy:
 
     def epochs_completed(self, samples: int) -> int | None:
         """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
-        if self.config.checkpoint.epoch_checkpoints == "off" or samples == 0:
+        if not self.start.plan.keeps_epochs or samples == 0:
             return None
         order = self.loader.order
         before = order.epoch_of(samples - self.start.plan.batch.samples)

@@ -129,7 +129,7 @@ CASES = {
     ),
     "data folder empty": Case([], ("data: no train shards", "gpt2lab prepare"), Place.empty_folder),
     "data folder is a file": Case(
-        ["--data_dir=data/tiny_val_000000.npy"], ("no such data folder",)
+        ["--data_dir=data/tiny_val_000000.npy"], ("tiny_val_000000.npy", "folder")
     ),
     "shard of floats": Case(
         [], ("tiny_train_000001.npy", "float32"), lambda p: p.shard(np.zeros(400, np.float32))

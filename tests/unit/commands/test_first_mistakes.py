@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -17,12 +18,14 @@ import launch
 from corpora import write_jsonl
 from gpt2lab import paths
 from gpt2lab.commands import runs, verbs
+from gpt2lab.config.derived import MANY_EPOCHS
 from gpt2lab.data import hub
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
 from launch import SCRIPTS, TRAIN, ask, call
+from tiny import resolved
 from whole_run import Run
 
 
@@ -401,14 +404,19 @@ def test_a_text_of_four_tokens_makes_no_data_set(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["four.txt"]
 
 
-def test_preparation_ends_with_the_command_that_trains(tmp_path):
-    source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(40)])
+@pytest.mark.parametrize("lines", [60, 3000])
+def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
+    source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(lines)])
     for _ in range(2):  # new, and already prepared
         done = call("prepare_data.py", source, "--out", tmp_path / "a b")
         assert done.returncode == 0, done.stderr
-        last = done.stdout.splitlines()[-1]
-        assert last.startswith("train with: ")
-        assert last.endswith(f"gpt2lab train --model gpt2-micro --data_dir '{tmp_path}/a b'")
+        head, last = done.stdout.splitlines()[-1].split(": ", 1)
+        assert head == "train with"
+    words = shlex.split(last)
+    start = resolved(words[words.index("train") + 1 :])
+    assert start.data.folder == tmp_path / "a b"
+    assert 0 < start.plan.epochs < MANY_EPOCHS
+    assert start.plan.disk_bytes < 10**9
 
 
 # -- moved or deleted ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 
@@ -38,6 +39,28 @@ def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_ru
     run.train("--max_steps=4")
     [warning] = [e["message"] for e in run.events("warning") if "to be kept" in e["message"]]
     assert warning in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "fixes"),
+    [
+        (["--num_epochs=4"], []),
+        (["--num_epochs=5"], ["--num_epochs 4"]),
+        (["--max_steps=4", "--n_embd=768", "--n_layer=12", "--vocab_size=50304"], ["_checkpoints"]),
+        (["--max_steps=4", "--n_embd=768", "--n_layer=1", "--vocab_size=1280"], []),
+    ],
+)
+def test_a_dry_run_forecasts_the_time_and_warns_of_many_epochs_and_large_disk(
+    run, monkeypatch, capsys, flags, fixes
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 20 * 10**9))
+    dry_run.print_plan(parse([*run.flags, *flags, "--dry_run"]), as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    span = told["forecast_seconds"]
+    assert 0 < span["low"] < span["value"] < span["high"]
+    warnings = [text for text in told["warnings"] if "shards.json" not in text]
+    assert len(warnings) == len(fixes)
+    assert all(fix in text for fix, text in zip(fixes, warnings, strict=True))
 
 
 def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,9 @@ from corpora import TEXTS, run_prepare, snapshot, write_jsonl
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS
 from gpt2lab.data.shards import TokenData, open_data, open_shard
+from gpt2lab.data.verify import verify
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
@@ -71,6 +75,24 @@ def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_pat
     both = r"gpt2lab data tokenizer train \S+ --vocab_size 512 --out tok512 && gpt2lab prepare .* --tokenizer tok512"
     with pytest.raises(DataError, match=f"no such data folder; .*{both} --out .*nowhere$"):
         open_data(tmp_path / "nowhere", vocab_size=512)
+
+
+TEXT_NAMES = [f"a{kind}{packing}" for kind in KINDS for packing in ("", *PACKINGS)]
+
+
+@pytest.mark.parametrize("name", [name for name in TEXT_NAMES if not name.startswith("a.parquet.")])
+def test_text_in_place_of_shards_is_answered_with_the_command_that_prepares_it(tmp_path, name):
+    file = tmp_path / "my texts" / "inner" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("To be, or not to be")
+    for path in (file, tmp_path / "my texts"):
+        for check in (partial(open_data, vocab_size=VOCAB), verify):
+            with pytest.raises(DataError) as caught:
+                check(path)
+            assert shlex.split(str(caught.value))[-2:] == ["prepare", str(path)]
+    (file.parent / SHARD).touch()  # a folder of something else beside a readme
+    with pytest.raises(DataError, match="no train shards"):
+        open_data(tmp_path / "my texts", vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("kept", [None, "train", "val"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
+from gpt2lab.config.presets import preset
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
 from gpt2lab.config.settings import override, to_flat
@@ -78,9 +79,18 @@ def test_a_plan_adds_up():
     assert plan.batch.accumulation == 1
     assert plan.checkpoint_bytes == 3 * 4 * plan.parameters  # weights and two moments, fp32
     assert plan.disk_bytes == plan.retained_checkpoints * plan.checkpoint_bytes
-    assert (
-        plan.retained_checkpoints >= 2 + 1 + 2
-    )  # rolling, one whole epoch, best and the one before
+    # Rolling, one whole epoch, best and the one before, the one being written.
+    assert plan.retained_checkpoints == 2 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "epochs", "kept"), [("auto", 4, 4), ("auto", 5, 0), ("on", 5, 5), ("off", 1, 0)]
+)
+def test_the_ends_of_epochs_are_kept_unless_they_are_many(wanted, epochs, kept):
+    config = override(preset("gpt2-nano"), {"num_epochs": epochs, "epoch_checkpoints": wanted})
+    plan = make_plan(config, world_size=1, windows_per_epoch=32 * 100)
+    assert plan.keeps_epochs is (kept > 0)
+    assert plan.retained_checkpoints == min(epochs, 3) + 2 + 1 + kept
 
 
 def tiny(tiny_flags: list[str], *more: str) -> RunRequest:
