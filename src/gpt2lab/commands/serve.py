@@ -123,6 +123,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(
-            f"port {port} of {host} cannot be used ({reason}); choose another with --port N: "
-            f"gpt2lab serve RUN --port {port + 1 if port < 65535 else 8000}"
+            f"port {port} of {host} cannot be used ({reason}); choose another, such as "
+            f"--port {port + 1 if port < 65535 else 8000}"
         ) from error

@@ -371,7 +371,7 @@ def test_preparation_ends_with_the_command_that_trains(tmp_path):
         assert done.returncode == 0, done.stderr
         last = done.stdout.splitlines()[-1]
         assert last.startswith("train with: ")
-        assert last.endswith(f"gpt2lab train --model gpt2-micro --data_dir '{tmp_path}/a b'")
+        assert last.endswith(f"src/train.py --model gpt2-micro --data_dir '{tmp_path}/a b'")
 
 
 # -- moved or deleted ------------------------------------------------------------------------------------------------
