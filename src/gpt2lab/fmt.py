@@ -99,8 +99,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, flag: str = "") -> str:
     """Return `did you mean NAME?` for the known name that is closest to a word, `otherwise` if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {flag}{close[0]}?" if close else otherwise
+    close = closest(word, known)
+    return otherwise if close is None else f"did you mean {flag}{close}?"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to a word, None if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
 def command_line(words: Sequence[str]) -> str:

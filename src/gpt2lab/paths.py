@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (REPOSITORY / "src" / "train.py").is_file()  # else in some site-packages
+LAUNCHED = "GPT2LAB_LAUNCHED"  # set for the ranks of --gpus, whose errors the parent prints
 
 
 def from_repository(path: Path) -> Path:
@@ -28,13 +29,27 @@ def runs_folder(typed: Path | None) -> Path:
     return from_working_directory(typed) if typed else from_repository(Path("checkpoints"))
 
 
-def command_words(verb: str) -> list[str]:
-    """Return the words that call a verb from the working directory, whether or not the environment is activated."""
-    if IS_CHECKOUT and not (Path(sys.executable).parent / "gpt2lab").exists():
-        if verb in ("train", "finetune"):
-            return [program("python"), display_path(REPOSITORY / "src" / f"{verb}.py")]
-        return [program("python"), "-m", "gpt2lab", *verb.split()]
-    return [program("gpt2lab"), *verb.split()]
+def command_words(verb: str, processes: int = 1) -> list[str]:
+    """Return the words that call a verb from the working directory, whether or not the environment is activated.
+
+    They have the form in which this program was called, where the verb has it: `gpt2lab`, `python -m gpt2lab`, a
+    script, or `torchrun`; several processes are the flag --gpus of the others.
+    """
+    called, is_installed = Path(sys.argv[0]), (Path(sys.executable).parent / "gpt2lab").exists()
+    by_module = called.parts[-2:] == ("gpt2lab", "__main__.py")
+    by_script = called.suffix == ".py" and called.name != "__main__.py"
+    by_torchrun = "RANK" in os.environ and LAUNCHED not in os.environ
+    gpus = ["--gpus", str(processes)] * (processes > 1)
+    if verb in ("train", "finetune") and (by_script or not (is_installed or by_module)):
+        launcher = [program("python")]
+        if processes > 1 and by_torchrun:
+            launcher, gpus = [program("torchrun"), f"--nproc_per_node={processes}"], []
+        return [*launcher, *(display_path(Path(word)) for word in trainer(verb)), *gpus]
+    if by_module or not is_installed:
+        # Without the package in the environment, Python finds it in the checkout.
+        found = [f"PYTHONPATH={display_path(REPOSITORY / 'src')}"] * (not by_module and IS_CHECKOUT)
+        return [*found, program("python"), "-m", "gpt2lab", *verb.split(), *gpus]
+    return [program("gpt2lab"), *verb.split(), *gpus]
 
 
 def child_environment() -> dict[str, str]:

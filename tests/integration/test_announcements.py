@@ -23,7 +23,7 @@ STRETCHES = {
     r"step \d+/4 \| evaluating [\d,]+ tokens": r"step \d+/4 \| val loss",
     r"step \d+/4 \| answering 12 items of HellaSwag": r"step \d+/4 \| HellaSwag",
     r"step \d+/4 \| writing a sample of 2 tokens": r"step \d+/4 \| sample:",
-    r"compiling the step(, about .* unless its code is cached)?": r"compiled in ",
+    r"compiling the step(, about .* unless its code is cached)?": r"(compiled|traced) in ",
 }
 
 

@@ -32,7 +32,9 @@ def run(folder: Path, *command: str) -> launch.Done:
 
 @pytest.mark.slow
 def test_the_page_of_the_api_runs(tmp_path):
+    """Also where the quickstart has prepared its data."""
     page = REPOSITORY / "docs" / "api.md"
+    run(tmp_path / "empty", "-m", "gpt2lab", "prepare", "python-stdlib", "--max_tokens=50K")
     done = run(tmp_path / "empty", "-c", DOCTEST, str(page))
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) == page.read_text().count("\n>>> ") > 20
@@ -89,6 +91,8 @@ def test_a_model_takes_one_text_that_fits(run):
     run.train("--max_steps=1", "--vocab_size=50304", "--sample_freq=0")
     model = gpt2lab.load(run.path)
     long = "word " * (model.config.context_length + 1)
+    with pytest.raises(ConfigError, match="top_k 'a' is not a whole number"):
+        model.generate("a", top_k="a")  # type: ignore[arg-type]
     for call in (model.generate, model.logits, model.loss):
         with pytest.raises(
             ConfigError, match=r"the text has \d+ tokens, the model's context holds"
@@ -110,6 +114,10 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
         (lambda: gpt2lab.estimate(data_dir=5), "data_dir 5 is not text"),
         (lambda: gpt2lab.prepare("x", max_tokens="400K"), "max_tokens '400K' is not a whole"),
         (lambda: gpt2lab.prepare("x", out=5), "out 5 is not text"),  # type: ignore[arg-type]
+        (lambda: gpt2lab.train(5), "5 is no path"),  # type: ignore[arg-type]
+        (lambda: gpt2lab.train(resume=5), "resume 5 is not text"),  # type: ignore[arg-type]
+        (lambda: gpt2lab.load("x", device="gpu"), "device 'gpu' is not"),  # type: ignore[arg-type]
+        (lambda: gpt2lab.open_run("x", checkpoint_dir=5), "5 is no path"),  # type: ignore[arg-type]
         (lambda: gpt2lab.open_run("none", checkpoint_dir=tmp_path), "no run of this name"),
     ):
         with pytest.raises(ConfigError, match=says):

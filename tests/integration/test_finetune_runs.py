@@ -66,7 +66,7 @@ def test_a_run_learns_and_is_logged_like_any(folder):
         assert 0 < event["targets"] < 4 * CONTEXT / 2  # answers alone
     assert f"tok/s | targets {steps[1]['targets']} | eta" in (run / "log.txt").read_text()
     assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
-    assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
+    assert json.loads((run / "status.json").read_text())["resume"].find("finetune") > 0
 
 
 def test_what_a_step_trained_on_can_be_read_back(folder):

@@ -93,8 +93,8 @@ def test_a_taken_port_is_one_line_with_the_fix(address):
     done = launch.script("serve", "tuned", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another "
-        f"with --port N: gpt2lab serve RUN --port {int(port) + 1}\n"
+        f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another, "
+        f"such as --port {int(port) + 1}\n"
     )
 
 

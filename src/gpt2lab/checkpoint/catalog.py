@@ -308,13 +308,6 @@ def sweep(run_dir: Path) -> None:
             sweep_temporaries(folder)
 
 
-def similar_run(name: str, checkpoint_dir: Path, flag: str = "") -> str:
-    """Return `; did you mean NAME?` if a run in the folder has a similar name, else ''."""
-    runs = (run.name for run in run_folders(checkpoint_dir))
-    hint = fmt.did_you_mean(name, runs, flag=flag)
-    return f"; {hint}" if hint else ""
-
-
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     """Return the folder that a run's name (also RUN/step_...) or a path means, None if there is none.
 
@@ -322,7 +315,7 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     """
     path = paths.from_working_directory(Path(name))
     places = [path] if name.startswith((".", "~", "/")) else [checkpoint_dir / name, path]
-    return next((place for place in places if place.is_dir()), None)
+    return next((place for place in places if name and place.is_dir()), None)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class LanguageModel:
         Raises: ConfigError if the text is longer than the context or no text, or a setting cannot work.
         """
         style = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed)
+        _check_flags(SamplingParams, dataclasses.asdict(style), "generate")
         check_sampling(style)
         self._completer.style = style
         (found,) = self._completer.complete(self._encode(text))
@@ -108,6 +109,9 @@ def load(
 
     Raises: CheckpointError, ConfigError, DataError.
     """
+    from gpt2lab.commands.sample import Sample
+
+    _check_flags(Sample, {"device": device, "dtype": dtype}, "load")
     return LanguageModel(
         Completer(
             str(name),
@@ -166,9 +170,9 @@ def open_run(name: str | Path, *, checkpoint_dir: str | Path | None = None) -> R
 
     Raises: ConfigError if there is none.
     """
-    from gpt2lab.runs import history
+    from gpt2lab.runs.target import find_run
 
-    return Run(history.find_run(str(name), checkpoint_dir=_path(checkpoint_dir)))
+    return Run(find_run(str(name), _path(checkpoint_dir)))
 
 
 def prepare(source: str | Path, out: str | Path | None = None, **flags: Any) -> Path:
@@ -197,15 +201,17 @@ def train(
 
     Raises: GPT2LabError; ConfigError and DataError before anything is written.
     """
+    from gpt2lab.commands.command_line import Actions
     from gpt2lab.commands.train import recipe_named, run
     from gpt2lab.planner.extension import TrainingPlanner
 
+    _check_flags(Actions, {"resume": resume, "allow_change": allow_change}, "train")
     values, base = read_values(settings), config if isinstance(config, dict) else {}
     tunes = {**base, **values}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
     file = read_dict(base, recipe)
-    if isinstance(config, str | Path):
-        file = read_file(paths.from_working_directory(Path(config)), recipe)
+    if config is not None and not isinstance(config, dict):
+        file = read_file(paths.from_working_directory(_as_path(config)), recipe)
     request = make_request(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )
@@ -240,7 +246,13 @@ def _as_typed(name: str, value: Any) -> Any:
 
 
 def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)
+    return None if value is None else _as_path(value)
+
+
+def _as_path(value: str | Path) -> Path:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{value!r:.60} is no path of a file or folder")
+    return Path(value)
 
 
 def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:

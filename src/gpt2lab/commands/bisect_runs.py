@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.train import recipe_of
-from gpt2lab.config.flags import argument, option
-from gpt2lab.runs import history
+from gpt2lab.config.flags import RUN, argument, option
+from gpt2lab.runs.target import find_run
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bisect:
     Exit code 0 if the runs are equal in all that was compared, 1 if they differ. Nothing is written to the runs.
     """
 
-    a: str = argument("name of a run in checkpoints/, or its folder")
+    a: str = argument(RUN)
     b: str = argument("the other")
     data_dir: tuple[str, ...] = option(
         (), "where moved data is now; a run whose data was not moved keeps reading it"
@@ -36,9 +36,7 @@ class Bisect:
 def main(argv: list[str]) -> int:
     """Compare and print; return 1 if the runs differ."""
     flags = parse_flags(Bisect, argv)
-    folders = [
-        history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in (flags.a, flags.b)
-    ]
+    folders = [find_run(run, flags.checkpoint_dir) for run in (flags.a, flags.b)]
     from gpt2lab.lab.bisect import bisect, open_side
 
     found = bisect(*(open_side(folder, recipe_of(folder), flags.data_dir) for folder in folders))

@@ -12,6 +12,7 @@ from gpt2lab.commands import help_page
 from gpt2lab.commands.parser import fill, name_of, read_words, unknown_flag
 from gpt2lab.config.flags import Flag, flags_of, option
 from gpt2lab.config.other_programs import answer, answer_value
+from gpt2lab.config.presets import PRESETS
 from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
 from gpt2lab.config.settings import (
@@ -106,7 +107,7 @@ gpt2lab train --gpus 4 --model gpt2
 torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
     "finetune": """Fine-tune a model on conversations.
 
-gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
+gpt2lab finetune --init_from latest --instructions demo --run_name tuned
 gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8""",
 }
 _COMMON: dict[RecipeName, tuple[str, ...]] = {
@@ -296,4 +297,6 @@ def _elsewhere(name: str, value: str) -> str | None:
     """Answer a value that a setting has in another program."""
     if name == "model" and value.startswith("hf:"):
         return f"weights of the Hub are --init_from {value}"
+    if name == "preset" and value in PRESETS:
+        return f"here it is --model {value}"
     return answer_value(name, value)

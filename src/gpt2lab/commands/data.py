@@ -76,13 +76,14 @@ class Show:
     step: int = required("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Print the tokens."""
         from gpt2lab.commands import data_show
-        from gpt2lab.runs import history
+        from gpt2lab.runs.target import find_run
 
-        run_dir = history.find_run(self.run)
+        run_dir = find_run(self.run, self.checkpoint_dir)
         tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
         print(data_show.tokens_as_text(run_dir, tokens, as_text=self.text))
         return 0

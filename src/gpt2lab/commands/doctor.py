@@ -1,7 +1,7 @@
 """Check this machine: versions, processor, GPUs; with flags of a run to come, whether its memory fits.
 
 gpt2lab doctor
-gpt2lab doctor gpt2-124m --json
+gpt2lab doctor latest --json
 gpt2lab doctor --model gpt2 --mini_batch_size 32
 gpt2lab doctor --model gpt2-xl --gpu H100
 
@@ -124,8 +124,9 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
     """
     from gpt2lab.config.settings import is_path, to_flat
     from gpt2lab.runs import history, overview
+    from gpt2lab.runs.target import find_run
 
-    folder = history.find_run(name, checkpoint_dir=checkpoint_dir)
+    folder = find_run(name, checkpoint_dir)
     settings = to_flat(history.read_config(folder))
     # Two runs with the same settings have the same hash wherever they lie.
     plain = {n: value for n, value in settings.items() if not is_path(n) and n != "run_name"}

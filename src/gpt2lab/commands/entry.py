@@ -27,7 +27,8 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
-from gpt2lab.training.stop import LAUNCHED, end_at_once
+from gpt2lab.paths import LAUNCHED
+from gpt2lab.training.stop import end_at_once
 
 
 def run(main: Callable[[list[str]], int]) -> int:

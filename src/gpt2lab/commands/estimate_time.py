@@ -23,7 +23,7 @@ from gpt2lab.planner.auto import fitting_flag
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.request import EstimateRequest, Predictor, check_request, start_of, window_of
-from gpt2lab.runs.history import find_run
+from gpt2lab.runs.target import find_run
 from gpt2lab.training.plan import find_repeats
 
 DOES_NOT_FIT = 3
@@ -71,7 +71,7 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
     if not request.names_a_job:
         run_dir = remaining.last_written_run(request.folder())
         if request.run_name is not None:
-            run_dir = find_run(request.run_name, checkpoint_dir=request.checkpoint_dir)
+            run_dir = find_run(request.run_name, request.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), remaining.estimate_remaining(run_dir)
             return (

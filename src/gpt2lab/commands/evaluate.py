@@ -1,9 +1,9 @@
 """Evaluate a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
 
-gpt2lab evaluate my_run
-gpt2lab evaluate my_run/step_00000250 --val data/fineweb_edu --hellaswag
+gpt2lab evaluate latest
+gpt2lab evaluate latest/step_00000200 --val data/fineweb_edu --hellaswag
 torchrun --nproc_per_node=4 -m gpt2lab evaluate hf:gpt2 --hellaswag
-gpt2lab evaluate my_run --tasks arc_easy,piqa --limit 100
+gpt2lab evaluate latest --tasks arc_easy,piqa --limit 100
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(Evaluate, argv, common=_COMMON)
     for name in ("limit", "num_fewshot", "tasks_path", "apply_chat_template"):
         if flags.tasks is None and getattr(flags, name) not in (None, False):
-            raise ConfigError(f"--{name} is for --tasks; give its names too")
+            of_items = name == "limit" and flags.hellaswag
+            fix = "of HellaSwag it is --hellaswag_limit" if of_items else "give its names too"
+            raise ConfigError(f"--{name} is for --tasks; {fix}")
     typed = {
         name: paths.from_working_directory(path)
         for name in ("val", "hellaswag_path", "save", "tasks_path")

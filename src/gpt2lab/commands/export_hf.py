@@ -1,8 +1,8 @@
 """Write a run's weights for other programs: a folder for transformers, or a GGUF file for llama.cpp.
 
-gpt2lab export gpt2-124m --out exports/gpt2-124m
-gpt2lab export my_run/step_00000250 --out small --dtype bfloat16
-gpt2lab export gpt2-124m --format gguf --dtype q8_0 --out gpt2-124m.gguf
+gpt2lab export latest --out exports/latest
+gpt2lab export latest/step_00000200 --out small --dtype bfloat16
+gpt2lab export latest --format gguf --dtype q8_0 --out latest.gguf
 """
 
 import json

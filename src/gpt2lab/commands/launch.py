@@ -20,7 +20,8 @@ from gpt2lab import paths
 from gpt2lab.commands.parser import name_of
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
-from gpt2lab.training.stop import LAUNCHED, PARENT, STOP_SIGNALS, interruption
+from gpt2lab.paths import LAUNCHED
+from gpt2lab.training.stop import PARENT, STOP_SIGNALS, interruption
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SignalException

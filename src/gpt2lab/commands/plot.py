@@ -1,7 +1,7 @@
 """Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG.
 
-gpt2lab plot my_run
-gpt2lab plot my_run gpt2-mini --x tokens --log xy --out compare.png
+gpt2lab plot latest
+gpt2lab plot latest gpt2-mini --x tokens --log xy --out compare.png
 gpt2lab plot --ablation checkpoints/ablation
 gpt2lab plot --ladder checkpoints/ladder
 """
@@ -104,11 +104,11 @@ def _check(flags: Plot) -> None:
 
 def _draw_runs(flags: Plot, out: Path | None) -> Path:
     from gpt2lab.report import curves, plots
-    from gpt2lab.runs import history
+    from gpt2lab.runs.target import find_run
 
     if not flags.runs:
         raise ConfigError("which run? gpt2lab plot RUN [RUN ...]; gpt2lab status lists them")
-    folders = [history.find_run(name, checkpoint_dir=flags.checkpoint_dir) for name in flags.runs]
+    folders = [find_run(name, flags.checkpoint_dir) for name in flags.runs]
     if len(folders) > 1 and out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")
     out = out or folders[0] / "plot.png"

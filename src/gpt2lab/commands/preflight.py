@@ -23,13 +23,14 @@ from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
+from gpt2lab.paths import LAUNCHED
 from gpt2lab.planner.auto import NOT_COUNTED, fitting_flag, memory_here
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import GRACE, LAUNCHED, launcher_grace_seconds
+from gpt2lab.training.stop import GRACE, launcher_grace_seconds
 
 _UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
@@ -244,11 +245,15 @@ def _grace(start: Start, done: dict[str, Check]) -> Check:
 
 def command_to_start(checks: list[Check]) -> str:
     """Return the command line that was typed, without what asked for these checks, and with patience if needed."""
-    program, flags = _trainer()
-    launcher = [paths.program("python")]
+    name, flags = Path(sys.argv[0]).stem, sys.argv[1:]
+    if name in ("gpt2lab", "__main__"):
+        name, flags = flags[0], flags[1:]
+    verb = "finetune" if name == "finetune" else "train"
+    launcher, program = [], paths.command_words(verb)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         world = os.environ.get("LOCAL_WORLD_SIZE", "1")
         launcher = [paths.program("torchrun"), f"--nproc_per_node={world}"]
+        program = [paths.display_path(Path(word)) for word in paths.trainer(verb)]
         typed = Path(f"/proc/{os.getppid()}/cmdline")
         words = typed.read_text().split("\0") if typed.exists() else []
         starts = [i for i, word in enumerate(words) if word in ("-m", sys.argv[0])]
@@ -264,19 +269,8 @@ def command_to_start(checks: list[Check]) -> str:
             launcher = ["env", f"{GRACE}={patience}", *launcher]
         else:
             launcher += ["--shutdown-timeout", patience]
+    flags = [flag for flag in flags if flag not in ("--preflight", "--json")]
     return fmt.command_line([*launcher, *program, *flags])
-
-
-def _trainer() -> tuple[list[str], list[str]]:
-    """Return what starts the trainer, and its flags: of a program or module as typed, or as a verb of gpt2lab."""
-    script, flags = sys.argv[0], sys.argv[1:]
-    name, program = Path(script).stem, [script]
-    if name in ("gpt2lab", "__main__"):
-        name, flags = flags[0], flags[1:]
-        program = paths.trainer("finetune" if name == "finetune" else "train")
-    elif Path(script).parent == Path(paths.__file__).parent:  # python -m gpt2lab.train
-        program = paths.trainer(name)
-    return program, [flag for flag in flags if flag not in ("--preflight", "--json")]
 
 
 def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it.
 
-gpt2lab runs repair-log gpt2-124m
+gpt2lab runs repair-log latest
 gpt2lab runs repair-log checkpoints/gpt2-124m
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import argument, option
+from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.files import regular, staged_file, sync_folder
 
@@ -25,19 +25,19 @@ _SHOWN = 20  # damaged lines
 class Repair:
     """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it."""
 
-    run: str = argument("name in checkpoints/, or folder")
+    run: str = argument(RUN)
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Repair the log, and say what was removed."""
     flags = parse_flags(Repair, argv, name="gpt2lab runs repair-log")
-    from gpt2lab.runs import history
     from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder
     from gpt2lab.runs.log_cache import CACHE
+    from gpt2lab.runs.target import find_run
 
-    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
+    run_dir = find_run(flags.run, flags.checkpoint_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there

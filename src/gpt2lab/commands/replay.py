@@ -1,8 +1,8 @@
 """Replay steps of a run from one of its checkpoints, unchanged or with one thing changed.
 
-gpt2lab replay my_run --steps 480:500
-gpt2lab replay my_run --steps 490 --without_sample 31400
-gpt2lab replay my_run --steps 490:500 --max_lr 3e-4 --layers
+gpt2lab replay latest --steps 190:200
+gpt2lab replay latest --steps 190 --without_sample 3041
+gpt2lab replay latest --steps 190:200 --max_lr 3e-4 --layers
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Literal
 
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.train import recipe_of
-from gpt2lab.config.flags import argument, option, required
+from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.errors import ConfigError
-from gpt2lab.runs import history
+from gpt2lab.runs.target import find_run
 
 
 @dataclass(frozen=True)
 class ReplayRun:
     """Replay steps of a run and compare them with its log; nothing is written to the run."""
 
-    run: str = argument("name of a run in checkpoints/, or its folder")
+    run: str = argument(RUN)
     steps: str = required("first and last step, such as 480:500, or one step")
     without_sample: tuple[int, ...] = option((), "leave these samples out of the loss")
     without_document: tuple[int, ...] = option((), "leave these documents out of the loss")
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     """Replay and print; return 1 if an unchanged step is not as logged."""
     flags = parse_flags(ReplayRun, argv)
     steps = read_steps(flags.steps)
-    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
+    run_dir = find_run(flags.run, flags.checkpoint_dir)
     from gpt2lab.lab.replay import Change, replay
 
     settings = {"max_lr": flags.max_lr, "dtype": flags.dtype}

@@ -1,8 +1,8 @@
 """Write a report: one HTML page with everything about a run, or about several, for any browser, without a network.
 
-gpt2lab report gpt2-124m
-gpt2lab report gpt2-124m --out report.html
-gpt2lab report gpt2-124m gpt2-mini --out compare.html
+gpt2lab report latest
+gpt2lab report latest --out report.html
+gpt2lab report latest gpt2-mini --out compare.html
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ def main(argv: list[str]) -> int:
     """Write the page and say where."""
     flags = parse_flags(Report, argv)
     from gpt2lab.report import page as report
-    from gpt2lab.runs import history
+    from gpt2lab.runs.target import find_run
 
     if not flags.runs:
         raise ConfigError("which run? gpt2lab report RUN [RUN ...]; gpt2lab status lists them")
-    folders = [history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in flags.runs]
+    folders = [find_run(run, flags.checkpoint_dir) for run in flags.runs]
     if len(folders) > 1 and flags.out is None:
         raise ConfigError("several runs: say where to write with --out FILE.html")
     out = paths.from_working_directory(flags.out) if flags.out else folders[0] / "report.html"

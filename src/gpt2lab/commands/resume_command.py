@@ -1,8 +1,8 @@
 """Print the command that continues a run or a checkpoint, after checking that it will.
 
-gpt2lab runs resume-command my_run
-gpt2lab runs resume-command my_run --output slurm --nodes 2 --gpus 8
-gpt2lab runs resume-command my_run --max_steps 40000 --allow_change max_steps
+gpt2lab runs resume-command latest
+gpt2lab runs resume-command latest --output slurm --nodes 2 --gpus 8
+gpt2lab runs resume-command latest --max_steps 40000 --allow_change max_steps
 
 Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and examples/skypilot.yaml are files to fill in.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import argument, option
+from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs.console import say
@@ -57,7 +57,7 @@ class Continuation:
 class ResumeCommand:
     """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
 
-    target: str = argument("run, or folder of a checkpoint")
+    target: str = argument(f"{RUN}, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before", least=1)
     nodes: int = option(1, "with --output slurm: machines that share the world size", least=1)
     gpus: int | None = option(
@@ -73,7 +73,10 @@ def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
     flags = parse_flags(ResumeCommand, argv, name=NAME, passed_on=trainer_flags)
-    _check(flags)
+    if flags.num_gpus is not None and flags.gpus is not None:
+        raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
+    if flags.nodes > 1 and flags.output != "slurm":
+        raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
     found = plan_continuation(
         flags.target,
         num_gpus=flags.num_gpus,
@@ -89,13 +92,6 @@ def main(argv: list[str]) -> int:
         say(f"note: all {found.start.plan.max_steps} steps are done; {hint}")
     print(write(found, output=flags.output))
     return 0
-
-
-def _check(flags: ResumeCommand) -> None:
-    if flags.num_gpus is not None and flags.gpus is not None:
-        raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
-    if flags.nodes > 1 and flags.output != "slurm":
-        raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
 
 
 def plan_continuation(
@@ -116,11 +112,11 @@ def plan_continuation(
     from gpt2lab.checkpoint import catalog
     from gpt2lab.commands.command_line import parse
     from gpt2lab.commands.train import recipe_named
-    from gpt2lab.runs import history
     from gpt2lab.runs.summary import program_of
+    from gpt2lab.runs.target import find_run
     from gpt2lab.training.resolve import resolve
 
-    folder = history.find_run(target, checkpoint_dir=checkpoint_dir)
+    folder = find_run(target, checkpoint_dir)
     chosen, run_dir = "latest", folder
     if folder.name.startswith("step_") and (folder / "manifest.json").exists():
         chosen, run_dir = str(catalog.open_checkpoint(folder).step), folder.parent

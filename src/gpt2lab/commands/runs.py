@@ -2,10 +2,11 @@
 
 gpt2lab runs list
 gpt2lab runs verify my_run
+gpt2lab runs list latest --verify
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
-gpt2lab runs sync my_run --to trackio
+gpt2lab runs sync latest --to trackio
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from gpt2lab.files import JsonFile, regular, sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.events import CRC, METRICS, parse_line
 from gpt2lab.runs.folder import LOCK, check_entries, holder_of, lock
+from gpt2lab.runs.target import find_run
 
 _NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
@@ -95,7 +97,7 @@ class Rm:
 
     def execute(self) -> int:
         """Ask, and delete; return the exit code."""
-        folders = _find(self.names, self.checkpoint_dir)
+        folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
         for folder in folders:
             print(f"{paths.display_path(folder)}: {_describe(folder)}")
         return _act(folders, "delete", delete, sure=self.yes)
@@ -112,7 +114,7 @@ class Archive:
 
     def execute(self) -> int:
         """Ask, and move; return the exit code."""
-        folders = _find(self.names, self.checkpoint_dir)
+        folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
         to = paths.runs_folder(self.checkpoint_dir) / "archive"
         to = to if self.to is None else paths.from_working_directory(self.to)
         for folder in folders:
@@ -141,7 +143,7 @@ class Sync:
 
         if not self.names:
             raise ConfigError(_NO_RUN)
-        folders = [history.find_run(n, checkpoint_dir=self.checkpoint_dir) for n in self.names]
+        folders = [find_run(n, self.checkpoint_dir) for n in self.names]
         for folder in folders:
             if not (folder / METRICS).is_file():
                 raise ConfigError(f"{folder}: no {METRICS}; not the folder of a run")
@@ -231,10 +233,11 @@ def archive(run_dir: Path, to: Path) -> None:
             shutil.rmtree(run_dir)
 
 
-def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
+def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = False) -> list[Path]:
     """Return the runs and checkpoints that names mean, each once.
 
-    A checkpoint goes with its run, so it counts only where that is not named too.
+    A checkpoint goes with its run, so it counts only where that is not named too. Where nobody is asked (`sure`), a
+    name must be in full: the beginning of a name means another run once the first is gone.
 
     Raises: ConfigError if one is neither, a link, or in use: before anything is asked or done.
     """
@@ -242,7 +245,11 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
         raise ConfigError(_NO_RUN)
     found: list[Path] = []
     for name in names:
-        typed = history.find_run(name, checkpoint_dir=checkpoint_dir)
+        typed = find_run(name, checkpoint_dir)
+        if sure and catalog.find_folder(name, paths.runs_folder(checkpoint_dir)) is None:
+            raise ConfigError(
+                f"{name}: with --yes give the name in full: {paths.display_path(typed)}"
+            )
         folder = typed.resolve()
         if os.path.islink(os.path.normpath(typed)):
             raise ConfigError(f"{typed}: a link to {folder}; name that folder, and remove the link")

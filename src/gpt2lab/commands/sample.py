@@ -1,7 +1,7 @@
 """Continue prompts with a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
 
-gpt2lab sample gpt2-124m --prompt "Once upon a time" --num_samples 3
-gpt2lab sample gpt2-124m --interactive
+gpt2lab sample latest --prompt "Once upon a time" --num_samples 3
+gpt2lab sample latest --interactive
 gpt2lab sample hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams, check_sampling
 from gpt2lab.runs.console import say
 
@@ -122,7 +122,7 @@ def _converse(completer: "Completer", num_samples: int) -> None:
             return
         try:
             ids = completer.encode(prompt)
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             say(f"error: {error}")
             continue
         for place in range(num_samples):

@@ -1,7 +1,7 @@
 """Serve a model on this machine: OpenAI's completion API, and a page to try it in the browser.
 
 gpt2lab serve my_tuned_run
-gpt2lab serve gpt2-124m --port 9000
+gpt2lab serve latest --port 9000
 
 One request is computed at a time. For many users, export the model and serve that
 folder with vLLM. GPT2LAB_API_KEY in the environment: the token that clients send.
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
         from gpt2lab.serving.app import build_app
 
-        name = completer.target.name.rstrip("/").rpartition("/")[2]
+        name = flags.target.rstrip("/").rpartition("/")[2]
         app, engine = build_app(
             completer, name, token=token, host=flags.host, max_waiting=flags.max_waiting
         )
@@ -123,6 +123,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(
-            f"port {port} of {host} cannot be used ({reason}); choose another with --port N: "
-            f"gpt2lab serve RUN --port {port + 1 if port < 65535 else 8000}"
+            f"port {port} of {host} cannot be used ({reason}); choose another, such as "
+            f"--port {port + 1 if port < 65535 else 8000}"
         ) from error

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, system_errors_as
@@ -53,9 +53,11 @@ def main(argv: list[str]) -> int:
         print(address or "no TensorBoard of this folder is running")
         return 0
     found = found or _start(folder, pid_file, flags.port)
+    place = [f"--checkpoint_dir={flags.checkpoint_dir}"] * (flags.checkpoint_dir is not None)
+    stop = fmt.command_line([*paths.command_words("runs tensorboard"), "--stop", *place])
     print(
         f"http://{_HOST}:{found['port']}/ shows {paths.display_path(folder)} (process {found['pid']}); "
-        "gpt2lab runs tensorboard --stop ends it"
+        f"end it with: {stop}"
     )
     return 0
 

@@ -1,7 +1,7 @@
 """Show all runs: state, step, loss, speed, time left, last checkpoint.
 
 gpt2lab status
-gpt2lab status my_run
+gpt2lab status latest
 gpt2lab status --watch 5
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import option
+from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.errors import ConfigError
 
 _DAY = 86_400.0  # seconds
@@ -25,16 +25,17 @@ _DAY = 86_400.0  # seconds
 class Status:
     """Show all runs: state, step, loss, speed, time left, last checkpoint."""
 
+    run: str | None = argument(f"{RUN}; default all", default=None)
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     watch: float | None = option(None, "show again every so many seconds, until Ctrl+C")
     json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:
-    """Print the table once, or again and again; of one run if the first word names it."""
-    name, words = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    flags = parse_flags(Status, words)
-    from gpt2lab.runs import history, overview
+    """Print the table once, or again and again."""
+    flags = parse_flags(Status, argv)
+    from gpt2lab.runs import overview
+    from gpt2lab.runs.target import find_run
 
     if flags.watch is not None and (flags.json or not 0 < flags.watch <= _DAY):
         raise ConfigError(
@@ -43,8 +44,7 @@ def main(argv: list[str]) -> int:
     folder = paths.runs_folder(flags.checkpoint_dir)
     if flags.checkpoint_dir and not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
-
-    run = history.find_run(name, checkpoint_dir=flags.checkpoint_dir) if name else None
+    run = find_run(flags.run, flags.checkpoint_dir) if flags.run else None
 
     def read() -> list[overview.RunStatus]:
         return overview.read_runs(folder) if run is None else [overview.read_run(run)]

@@ -43,7 +43,7 @@ class Train:
         "as you will give it to `gpt2lab prepare`: documents that it holds out are not trained on",
         least=2,
     )
-    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`", least=4)
+    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`", least=16)
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")

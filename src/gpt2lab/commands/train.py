@@ -136,11 +136,11 @@ def finetune(argv: list[str]) -> int:
 
 def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: bool) -> int:
     """List the checkpoints of all runs in a folder, or of one; return 1 if `verify` found a damaged one."""
-    from gpt2lab.runs.history import find_run
     from gpt2lab.runs.summary import print_checkpoints
+    from gpt2lab.runs.target import find_run
 
     if name is not None:
-        run_dir = find_run(name, checkpoint_dir=folder)
+        run_dir = find_run(name, folder)
         folder, name = run_dir.parent, run_dir.name
     return print_checkpoints(folder, run_name=name, as_json=as_json, verify_bytes=verify)
 

@@ -114,7 +114,9 @@ def main(argv: list[str]) -> int:
 
     Raises: ConfigError for a verb that does not exist.
     """
-    if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
+    if argv[:1] == ["help"]:
+        return main([*argv[1:], "--help"])
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(_PAGE.format(version=__version__, verbs="\n".join(_rows())))
         return 0
     if argv[0] == "--version":

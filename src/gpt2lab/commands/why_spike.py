@@ -1,7 +1,7 @@
 """Name the samples behind a spike of the loss or of the gradient norm, and show the step without them.
 
-gpt2lab why-spike my_run --step 490
-gpt2lab why-spike my_run
+gpt2lab why-spike latest --step 190
+gpt2lab why-spike latest
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.train import recipe_of
-from gpt2lab.config.flags import argument, option
-from gpt2lab.runs import history
+from gpt2lab.config.flags import RUN, argument, option
+from gpt2lab.runs.target import find_run
 
 
 @dataclass(frozen=True)
 class WhySpike:
     """Rank the samples of a step by their contribution to its gradient; nothing is written to the run."""
 
-    run: str = argument("name of a run in checkpoints/, or its folder")
+    run: str = argument(RUN)
     step: int | None = option(None, "the step; default the largest spike in the log", least=1)
     worst: int = option(
         3,
@@ -35,7 +35,7 @@ class WhySpike:
 def main(argv: list[str]) -> int:
     """Explain and print; return 1 if the previous steps could not be replayed as logged."""
     flags = parse_flags(WhySpike, argv)
-    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
+    run_dir = find_run(flags.run, flags.checkpoint_dir)
     from gpt2lab.lab.why_spike import explain
 
     found = explain(

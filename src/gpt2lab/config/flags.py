@@ -14,8 +14,9 @@ from gpt2lab.errors import ConfigError
 _WHOLE, _NUMBER = "a whole number like 5000, 100M or 10B", "a number like 0.5"
 _FEW = 4  # choices that are read at a glance: no guess which one was meant
 
-# A model to load: its help, the same in every command.
-TARGET = "a run (name or folder), a checkpoint's folder, a Hugging Face folder, or hf:NAME"
+# The help of a run, and of a model to load: the same in every command.
+RUN = "a run (name or its beginning, latest, or folder)"
+TARGET = f"{RUN}, a checkpoint's folder, a Hugging Face folder, or hf:NAME"
 
 
 def option(default: Any, help: str, *, least: int | None = None, adds: bool = False) -> Any:

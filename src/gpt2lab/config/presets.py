@@ -71,6 +71,8 @@ PRESETS: dict[ModelName, dict[str, Any]] = _GPT2 | {
     name: _GPT2[twin] | _MODERN | _MODERN_RATES[name] for name, twin in _TWINS.items()
 }
 
+RATES = ("max_lr", "muon_lr")  # the peak rates, which suit the size of a model
+
 
 def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = None) -> Config:
     """Return `config` (default: the defaults) with the preset's settings in place.

@@ -19,7 +19,7 @@ from gpt2lab.lab import over_seeds
 from gpt2lab.lab.over_seeds import LOSS, SMALLEST, Comparison
 from gpt2lab.lab.stats import ALPHA, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import evaluations, history
-from gpt2lab.runs.target import find_folder, is_run, run_and_step
+from gpt2lab.runs.target import find_folder, find_run, is_model, is_run, run_and_step
 
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
 _NOT_SHARED = ("seed", "run_name", "checkpoint_dir")  # what the runs of a group may differ in
@@ -64,13 +64,11 @@ def compare(
     pairs = [(results, found[1][key]) for key, results in found[0].items() if key in found[1]]
     if not pairs:
         lacks = name_b if found[0] else name_a
-        what = f"no {only or 'validation, hellaswag or tasks'} results to compare; measure them"
-        if not lacks.endswith(".npz") and find_folder(lacks, checkpoint_dir) is None:
-            what = (
-                "no run, folder or .npz file of this name; if it is a model on the Hub, measure it"
-            )
+        folder = None if lacks.endswith(".npz") else find_folder(lacks, checkpoint_dir)
+        if folder is not None and not (is_model(folder) or run_and_step(folder)):
+            raise DataError(f"{lacks}: neither results of gpt2lab evaluate --save, nor a model")
         raise DataError(
-            f"{lacks}: {what} with "
+            f"{lacks}: no {only or 'validation, hellaswag or tasks'} results to compare; measure them with "
             f"gpt2lab evaluate {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
         )
     for a, b in pairs:
@@ -98,7 +96,7 @@ def require_same_units(a: Results, b: Results) -> None:
 def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
     """Return the results that a file, a folder of evaluate.py --save, a run (its newest) or a checkpoint holds.
 
-    Raises: DataError naming the file.
+    Raises: DataError naming the file; ConfigError if there is none of this name.
     """
     if name.endswith(".npz"):
         return _by_what([read_results(Path(name).expanduser())])
@@ -202,14 +200,15 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
     Raises: ConfigError, DataError naming the run.
     """
     folders: list[Path] = []
-    for word in (word.strip() for word in name.split(",")):
+    for word in map(str.strip, name.split(",")):
+        if not glob.has_magic(word):
+            folders.append(find_run(word, checkpoint_dir))
+            continue
         places = [checkpoint_dir / word, paths.from_working_directory(Path(word))]
         found = [sorted(map(Path, glob.glob(str(place)))) for place in places]
         runs = next(filter(None, (list(filter(is_run, some)) for some in found)), [])
-        if not runs or not word:
-            raise DataError(
-                f"{word or name}: no run of this name in {paths.display_path(checkpoint_dir)}"
-            )
+        if not runs:
+            raise DataError(f"{word}: no run of this name in {paths.display_path(checkpoint_dir)}")
         folders += runs
     group: Group = {}
     first = folders[0]

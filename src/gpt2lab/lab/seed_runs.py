@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.errors import (
@@ -33,6 +34,7 @@ from gpt2lab.errors import (
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
+from gpt2lab.runs.target import find_folder
 from gpt2lab.training.stop import PARENT
 
 if TYPE_CHECKING:
@@ -120,9 +122,18 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
 
 
 def _placed(request: RunRequest, name: str, seed: int, out: Path) -> RunRequest:
-    """Return the request of one run, which continues where an earlier process stopped."""
-    placed = request.with_settings(seed=seed, checkpoint_dir=str(out), run_name=name)
-    return dataclasses.replace(placed, resume="auto")
+    """Return the request of one run, which continues where an earlier process stopped.
+
+    Raises: ConfigError if there is no such --init_from.
+    """
+    own = {"seed": seed, "checkpoint_dir": str(out), "run_name": name}
+    begin = request.config.init.init_from
+    # Its name is that of a run among the others, and `out` is where this one lies.
+    if begin is not None and catalog.find_folder(begin, out) is None:
+        own["init_from"] = str(
+            find_folder(begin, request.config.checkpoint.checkpoint_dir) or begin
+        )
+    return dataclasses.replace(request.with_settings(**own), resume="auto")
 
 
 def check_runs(runs: Sequence[SeedRun]) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
+from gpt2lab.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
@@ -68,21 +68,6 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
         },
     ),
 }
-
-
-def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
-    """Return the folder of a run, given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
-
-    Raises: ConfigError if there is no such folder.
-    """
-    runs = paths.runs_folder(checkpoint_dir)
-    folder = find_folder(run, runs)
-    if folder is None:
-        raise ConfigError(
-            f"{run}: no run of this name in {paths.display_path(runs)}, and no such folder"
-            f"{similar_run(run, runs)}"
-        )
-    return folder
 
 
 def iter_events(run_dir: Path) -> Iterator[Event]:

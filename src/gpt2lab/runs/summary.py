@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import string
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +14,16 @@ import numpy as np
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import verify
-from gpt2lab.errors import CheckpointError
+from gpt2lab.config.presets import RATES
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.files import is_count
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
+from gpt2lab.tokenizers.chat_template import as_prompt
+
+# Its characters; as ids, together with the template, about as long as its longer conversations.
+_TEXT_OF_DEMO = f"{string.ascii_letters}{string.digits} ,.!?"
 
 
 def describe_run(run_dir: Path) -> str:
@@ -38,12 +46,9 @@ def describe_run(run_dir: Path) -> str:
         rows.append(("continue", command_to_continue(run_dir, log)))
     else:
         rows.append(("start again", "with the same command line: nothing was saved"))
-    if (run_dir / "tensorboard").exists():
-        words = [paths.program("tensorboard"), "--logdir", paths.display_path(run_dir.parent)]
-        rows.append(("TensorBoard", fmt.command_line(words)))
-    else:
-        then = fmt.command_line(paths.command_words("runs tensorboard"))
-        rows.append(("TensorBoard", f"train with --use_tensorboard, then: {then}"))
+    made = [] if (run_dir / "tensorboard").exists() else ["rebuild-tensorboard", run_dir.name]
+    lines = [_command(run_dir, "runs", *words) for words in (made, ["tensorboard"]) if words]
+    rows.append(("TensorBoard", " && ".join(lines)))
     if samples and log.has_ended:
         rows.append(("next", ""))
         rows += [("", command) for command in commands_after(run_dir)]
@@ -82,16 +87,31 @@ def _losses(log: Log) -> list[tuple[str, str]]:
 
 def commands_after(run_dir: Path) -> list[str]:
     """Return commands for a complete run: continue prompts, write its report, fine-tune it to answer."""
-    name, folder = run_dir.name, _folder_flag(run_dir)
-
-    def line(verb: str, *words: str) -> str:
-        return fmt.command_line([*paths.command_words(verb), *words, *folder])
-
-    commands = [line("sample", name, "--interactive"), line("report", name)]
+    name = run_dir.name
+    commands = [
+        _command(run_dir, "sample", name, "--interactive"),
+        _command(run_dir, "report", name),
+    ]
     if program_of(run_dir) == "finetune":
-        return [line("chat", name), *commands]
-    words = ["--init_from", name, "--instructions", "demo", "--run_name", f"{name}_chat"]
-    return [*commands, f"{line('finetune', *words)} && {line('chat', f'{name}_chat')}"]
+        return [_command(run_dir, "chat", name), *commands]
+    if rates := _rates_of_demo(run_dir):
+        words = ("--init_from", name, "--instructions", "demo", "--max_steps=300", *rates)
+        begun = _command(run_dir, "finetune", *words, "--run_name", f"{name}_chat")
+        commands.append(f"{begun} && {_command(run_dir, 'chat', f'{name}_chat')}")
+    return commands
+
+
+def _rates_of_demo(run_dir: Path) -> list[str]:
+    """Return the flags with which a run learns the few conversations of `--instructions demo`: its own rates.
+
+    No rates if its tokenizer cannot write them, or its context does not hold them.
+    """
+    with contextlib.suppress(GPT2LabError):
+        tokenizer, config = history.read_tokenizer(run_dir), to_flat(history.read_config(run_dir))
+        length = 0 if tokenizer is None else len(tokenizer.encode(as_prompt(_TEXT_OF_DEMO)))
+        if 0 < length <= config["context_length"]:
+            return [f"--{rate}={config[rate]:g}" for rate in RATES if config[rate] is not None]
+    return []
 
 
 def command_to_continue(run_dir: Path, log: Log) -> str:
@@ -105,18 +125,15 @@ def command_to_continue(run_dir: Path, log: Log) -> str:
 
 def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     """Return the command line that continues a run on this machine."""
-    words = [paths.program("python")]
-    words += [paths.display_path(Path(word)) for word in paths.trainer(program_of(run_dir))]
-    words += ["--gpus", str(world_size)] if world_size > 1 else []
-    words += ["--run_name", run_dir.name, "--resume", "latest", *_folder_flag(run_dir)]
-    return fmt.command_line(words)
+    words = ("--run_name", run_dir.name, "--resume", "latest")
+    return _command(run_dir, program_of(run_dir), *words, processes=world_size)
 
 
-def _folder_flag(run_dir: Path) -> list[str]:
-    """Return --checkpoint_dir and the folder of a run that is not in the default one."""
-    if run_dir.parent == paths.runs_folder(None):
-        return []
-    return ["--checkpoint_dir", paths.display_path(run_dir.parent)]
+def _command(run_dir: Path, verb: str, *words: str, processes: int = 1) -> str:
+    """Return a command line, with the folder of the runs if it is not the default one."""
+    place = ["--checkpoint_dir", paths.display_path(run_dir.parent)]
+    place *= run_dir.parent != paths.runs_folder(None)
+    return fmt.command_line([*paths.command_words(verb, processes), *words, *place])
 
 
 def program_of(run_dir: Path) -> Literal["train", "finetune"]:

@@ -1,4 +1,4 @@
-"""Which weights a name means: a run, a checkpoint, or a Hugging Face GPT-2 on disk or on the Hub. No torch."""
+"""What a name means: a run, a checkpoint, or a Hugging Face GPT-2 on disk or on the Hub. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.data.hub import is_offline
-from gpt2lab.errors import CheckpointError, first_line
+from gpt2lab.errors import CheckpointError, ConfigError, first_line
 from gpt2lab.files import JsonFile
 from gpt2lab.model.hf_config import (
     HF_CONFIG,
@@ -30,13 +31,16 @@ from gpt2lab.tokenizers.opening import HF_TOKENIZER_FILES, find_in, of_record
 
 _DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, HF_INDEX, HF_SHARDS, *HF_TOKENIZER_FILES]
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
+_OF_THE_HUB = r"gpt2(-medium|-large|-xl)?|[\w-][\w.-]*/(?!step_)[\w.-]+|hf:[\w.-]+(/[\w.-]+)?"
+_LATEST = "latest"  # the run whose checkpoint was committed last, as for --resume
+_SHOWN = 5  # runs that an error names
 
 
 @dataclass(frozen=True)
 class Target:
     """Verified weights on disk."""
 
-    name: str  # as it was typed
+    name: str  # as it was typed, its run in full
     folder: Path
     checkpoint: CheckpointInfo | None  # None: a Hugging Face folder
     warnings: tuple[str, ...] = ()
@@ -81,7 +85,8 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
     """
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
-        return Target(name, _download(name, checkpoint_dir), None)
+        return Target(name, _download(name), None)
+    name = full_name(name, checkpoint_dir)
     is_checkpoint = (folder / manifest.MANIFEST).exists()
     if is_run(run_dir := folder.parent if is_checkpoint else folder):
         check_entries(run_dir)
@@ -93,24 +98,80 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
         if info is None:
             raise CheckpointError(warnings[0] if warnings else f"{folder}: no checkpoint yet")
         return Target(name, info.path, info, tuple(warnings))
-    if _is_hf(folder):
+    if is_model(folder):
         return Target(name, folder, None)
     raise CheckpointError(
         f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2, whose {HF_CONFIG} has a model_type"
     )
 
 
-def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
-    """Return the folder that a run's name or a path means, or None if it can only be a name on the Hub.
+def find_run(run: str, checkpoint_dir: Path | None = None) -> Path:
+    """Return the folder of a run, given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
 
-    Raises: CheckpointError if it cannot be either.
+    Raises: ConfigError if there is no such folder.
     """
-    folder = None if name.startswith(HUB) else catalog.find_folder(name, checkpoint_dir)
-    if folder is not None:
-        return folder
-    if re.fullmatch(rf"({HUB})?[\w.-]+(/[\w.-]+)?", name) is None:
-        raise CheckpointError(f"{name}: no such folder, nor a run in {checkpoint_dir}")
-    return None
+    folder = find_folder(run, paths.runs_folder(checkpoint_dir), hub=False)
+    assert folder is not None  # no name on the Hub
+    return folder
+
+
+def find_folder(name: str, checkpoint_dir: Path, *, hub: bool = True) -> Path | None:
+    """Return the folder that a run's name or a path means, or None if it is a name on the Hub.
+
+    Raises: ConfigError if it is neither, or the beginning of several runs' names.
+    """
+    full = full_name(name, checkpoint_dir, hub=hub)
+    folder = catalog.find_folder(full, checkpoint_dir) if full[:3] != HUB else None
+    if folder is None and not (hub and re.fullmatch(_OF_THE_HUB, name)):
+        also = f" (a model of the Hub is {HUB}NAME)" if hub else ""
+        raise ConfigError(
+            f"{name}: no run of this name in {paths.display_path(checkpoint_dir)}, and no such folder{also}; "
+            f"{_instead(name, checkpoint_dir)}"
+        )
+    return folder
+
+
+def full_name(name: str, checkpoint_dir: Path, *, hub: bool = True) -> str:
+    """Return a name with its run in full: `latest`, and the beginning of a single run's name, mean that run.
+
+    What is there under the name itself keeps its meaning, and so does, with `hub`, a name on the Hub.
+
+    Raises: ConfigError if several names begin so, or no run has a checkpoint yet.
+    """
+    run, slash, rest = name.partition("/")
+    is_path = run in ("", ".", "..", "~") or catalog.find_folder(name, checkpoint_dir) is not None
+    if is_path or (hub and re.fullmatch(_OF_THE_HUB, run)):
+        return name
+    names = _names(checkpoint_dir)
+    if run == _LATEST and run not in names:
+        if (newest := catalog.newest_run(checkpoint_dir)) is None:
+            raise ConfigError(f"{name}: no run in {checkpoint_dir} has a checkpoint yet")
+        return newest.name + slash + rest
+    found = [run] if run in names else [one for one in names if one.startswith(run)]
+    if len(found) > 1:
+        raise ConfigError(f"{name}: {fmt.number_of(len(found), 'run')} begin so: {_list(found)}")
+    return (found[0] if found else run) + slash + rest
+
+
+def _names(checkpoint_dir: Path) -> list[str]:
+    return [run.name for run in catalog.run_folders(checkpoint_dir) if is_run(run)]
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+
+
+def _instead(name: str, checkpoint_dir: Path) -> str:
+    """Return what may have been meant: the run whose name, or its beginning, is closest; else what there is."""
+    names, run = _names(checkpoint_dir), name.partition("/")[0]
+    if run in names:
+        steps = [info.path.name for info in catalog.list_checkpoints(checkpoint_dir / run)[0]]
+        return f"{run} has {_list(steps) or 'no checkpoint yet'}"
+    beginnings = {one[: len(run)]: one for one in reversed(names)}
+    close = fmt.closest(run, names) or fmt.closest(run, beginnings)
+    if close is not None:
+        return f"did you mean {beginnings.get(close, close)}?"
+    return f"there are: {_list(names)}" if names else "there are no runs"
 
 
 def is_run(folder: Path) -> bool:
@@ -127,33 +188,25 @@ def run_and_step(folder: Path) -> tuple[Path, int | None] | None:
     return folder.parent, int(manifest.read_manifest(folder)["step"])
 
 
-def _is_hf(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
+    """Tell whether a folder is a Hugging Face model's."""
     file = JsonFile(folder / HF_CONFIG, CheckpointError, follow=True)
     return file.path.is_file() and "model_type" in file.read()
 
 
-def _download(name: str, checkpoint_dir: Path) -> Path:
+def _download(name: str) -> Path:
     offline = is_offline()
     from huggingface_hub import snapshot_download
 
     try:
-        repository = name.removeprefix(HUB)
-        return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED))
+        return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=_DOWNLOADED))
     except Exception as error:  # of any type, from a bad name to no network
         hub = f"not on the Hugging Face Hub ({first_line(error)})"
         if offline:
             hub = (
                 "not among the models downloaded before, and the Hugging Face Hub cannot be reached"
             )
-        if name.startswith(HUB):
-            raise CheckpointError(f"{name}: {hub}") from error
-        if similar := catalog.similar_run(name, checkpoint_dir):
-            raise CheckpointError(f"{name}: no such run or folder{similar}") from error
-        if name.startswith("gpt2") or "/" in name:
-            hub += f"; of the Hub it is {HUB}{name}"
-        raise CheckpointError(
-            f"{name}: no such run or folder, and {hub}; gpt2lab status lists the runs"
-        ) from error
+        raise CheckpointError(f"{name}: {hub}") from error
 
 
 def was_tuned(target: Target) -> bool:

@@ -108,7 +108,7 @@ class CharactersTokenizer(Tokenizer):
                 character = text[int(unknown[0])]
                 raise DataError(
                     f"the character {character!r} (U+{ord(character):04X}) is not among the {len(points)} of this "
-                    f"tokenizer; train one on the full text (tokenizer train --kind characters), or use bytes"
+                    f"tokenizer; train one on the full text (gpt2lab data tokenizer train), or use bytes"
                 )
             found.append(ids[places])
         return found

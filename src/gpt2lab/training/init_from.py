@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
@@ -15,7 +16,7 @@ from gpt2lab.config.settings import ARCHITECTURE, options_of, override
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import sha256_of
 from gpt2lab.model.hf_config import HF_WEIGHTS, weight_files
-from gpt2lab.runs.target import Target, find_folder, find_target
+from gpt2lab.runs.target import Target, find_target
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def _find(name: str, checkpoint_dir: Path) -> Target:
 
     Raises: CheckpointError, ConfigError.
     """
-    if name in _OF_NANOGPT and find_folder(name, checkpoint_dir) is None:
+    if name in _OF_NANOGPT and catalog.find_folder(name, checkpoint_dir) is None:
         raise ConfigError(f"--init_from {name}: {_OF_NANOGPT[name]}")
     return find_target(name, checkpoint_dir)
 

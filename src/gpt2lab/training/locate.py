@@ -87,9 +87,10 @@ def _run_of(request: RunRequest) -> Path:
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
         )
-    similar = catalog.similar_run(run_dir.name, folder, "--run_name ")
+    names = (run.name for run in catalog.run_folders(folder))
+    similar = fmt.did_you_mean(run_dir.name, names, flag="--run_name ")
     if similar and request.resume != "auto" and not run_dir.is_dir():
-        raise CheckpointError(f"{run_dir}: no such run{similar}")
+        raise CheckpointError(f"{run_dir}: no such run; {similar}")
     return run_dir
 
 
@@ -118,6 +119,9 @@ def fresh_folder(config: Config) -> Path:
     """
     name = config.checkpoint.run_name or f"{config.model.model}_{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = config.checkpoint.checkpoint_dir / name
+    place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{place}: a file; choose another --checkpoint_dir or --run_name")
     if catalog.has_checkpoints(run_dir):
         raise ConfigError(
             f"{run_dir} holds checkpoints already; continue it with --run_name {name} --resume latest, "

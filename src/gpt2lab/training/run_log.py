@@ -81,9 +81,10 @@ class StepLog:
         if self._tells_compiling:  # the first step of this start has
             compiled, self._tells_compiling = compiled_so_far(), False
             self._logger.event("compile", step, **compiled)
+            is_old = 0 < compiled["graphs"] == compiled["from_cache"]  # traced again, for seconds
             self._logger.say(
-                "compiled in {compile_seconds:.1f} s, {from_cache} of {graphs} graphs from the cache "
-                "({folder})".format(**compiled)
+                f"{'traced' if is_old else 'compiled'} in {compiled['compile_seconds']:.1f} s, "
+                f"{compiled['from_cache']} of {compiled['graphs']} graphs from the cache ({compiled['folder']})"
             )
         eta = fmt.duration(left.value if left else None)
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq

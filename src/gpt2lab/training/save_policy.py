@@ -11,11 +11,12 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.errors import DataError
+from gpt2lab.paths import LAUNCHED
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.health import check_drift
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
-from gpt2lab.training.stop import GRACE, LAUNCHED, launcher_grace_seconds
+from gpt2lab.training.stop import GRACE, launcher_grace_seconds
 
 
 class SavePolicy:

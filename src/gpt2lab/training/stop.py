@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from gpt2lab.errors import ConfigError
+from gpt2lab.paths import LAUNCHED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
@@ -114,7 +115,6 @@ def more_to_abort(number: int, level: int) -> str:
 
 
 PARENT = "GPT2LAB_PARENT"  # the process that this one ends with; torchrun does not set it
-LAUNCHED = "GPT2LAB_LAUNCHED"  # set for the ranks of our own launcher, which prints their errors
 
 
 def end_at_once_on(*numbers: int) -> None:

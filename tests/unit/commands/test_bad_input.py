@@ -214,7 +214,7 @@ CASES = {
     "stop before the first step": Case(["--stop_after_steps=0"], ("stop_after_steps 0",)),
     # checkpoints
     "file where the runs should go": Case(
-        [], ("runs/r: cannot write there", "--checkpoint_dir"), _file_in_the_way
+        [], ("runs: a file; ", "--checkpoint_dir"), _file_in_the_way
     ),
     "run exists already": Case(
         [], ("runs/r holds checkpoints already", "--resume latest"), lambda p: p.checkpoint(5)
@@ -329,6 +329,7 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place):
     [
         *("data folder missing", "id beyond the vocabulary", "several settings wrong"),
         *("batch does not divide", "run exists already", "latest of no run", "another rate"),
+        "file where the runs should go",
     ],
 )
 def test_a_dry_run_rejects_the_same(name, place):
@@ -339,10 +340,7 @@ def test_a_dry_run_rejects_the_same(name, place):
     assert snapshot(place.folder) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["data folder missing", pytest.param("file where the runs should go", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", ["data folder missing", "file where the runs should go"])
 def test_the_program_itself_rejects_with_exit_code_2(name, place):
     case = CASES[name]
     case.spoil(place)

@@ -17,7 +17,7 @@ import pytest
 import launch
 from corpora import write_jsonl
 from gpt2lab import paths
-from gpt2lab.commands import runs, verbs
+from gpt2lab.commands import runs
 from gpt2lab.config.derived import MANY_EPOCHS
 from gpt2lab.data import hub
 from gpt2lab.errors import ConfigError
@@ -75,25 +75,6 @@ def test_a_misspelt_name_or_word_is_answered_with_the_right_one(flags, typed, sa
     assert says in line_of(call(TRAIN, *flags, *typed))
 
 
-@pytest.mark.parametrize("script", ["plot", "report", "runs resume-command"])
-def test_every_command_that_takes_a_run_suggests_one(place, script):
-    assert ask(script, "tinny", folder=place) == (
-        2,
-        "error: tinny: no run of this name in runs, and no such folder; did you mean tiny?",
-    )
-
-
-def test_a_model_that_is_not_there_is_answered_with_a_similar_run_or_the_hub(place, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("tny", "gpt2-nosuch"):
-        code, line = ask("sample.py", name, "--prompt=a", folder=place)
-        assert code == 2
-        if name == "tny":
-            assert line == "error: tny: no such run or folder; did you mean tiny?"
-        else:
-            assert "; of the Hub it is hf:gpt2-nosuch; gpt2lab status lists the runs" in line
-
-
 @pytest.mark.parametrize(
     ("word", "says"), [("resume", "here it is --resume latest"), ("scratch", "leave it out")]
 )
@@ -121,18 +102,6 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monke
     line = line_of(call("prepare_data.py", "python_stdlib", folder=place))
     assert line == "error: python_stdlib: no such file or folder; did you mean python-stdlib?"
     assert "hf:: no such file or folder, and not " in line_of(call("prepare_data.py", "hf:"))
-
-
-def test_list_and_status_take_a_run_s_name(place, capsys):
-    where = f"--checkpoint_dir={place / 'runs'}"
-    assert verbs.main(["runs", "list", "tiny", where]) == 0
-    assert "tiny" in capsys.readouterr().out
-    shutil.copytree(place / "runs" / "tiny", place / "runs" / "other")
-    assert verbs.main(["status", "tiny", where, "--json"]) == 0
-    assert [run["run_name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["tiny"]
-    for verb in (["status"], ["runs", "list"]):
-        with pytest.raises(ConfigError, match="did you mean tiny"):
-            verbs.main([*verb, "tny", where])
 
 
 # -- before torch ----------------------------------------------------------------------------------------------------

@@ -398,6 +398,7 @@ def test_fp16_is_rejected_with_the_reason():
         (("--weight_decay", "0,1"), "--weight_decay 0,1: not a number like 0.5"),
         (("--shuffle=all",), "--shuffle all: give one of shards, windows, none"),
         (("--model", "hf:gpt2"), "--model hf:gpt2: weights of the Hub are --init_from hf:gpt2"),
+        (("--preset", "gpt2-nano"), "--preset gpt2-nano: here it is --model gpt2-nano"),
         (("stray",), "unexpected argument 'stray'; see --help"),
         (("a", "b"), "unexpected arguments 'a' 'b'; see --help"),
         (("-resume", "latest"), "unknown flag -resume: did you mean --resume?"),

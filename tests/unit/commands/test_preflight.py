@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections import namedtuple
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_the_command_says_go_and_writes_nothing(run):
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows] == [*NAMES, "GO:"]
     command = rows[-1].removeprefix("GO: ")
-    assert command.endswith(" ".join([str(launch.TRAIN), *run.flags]))
+    assert command.endswith(" ".join(["src/train.py", *run.flags]))
     assert not run.path.parent.exists()
     started = launch.call(launch.TRAIN, *command.split()[2:], "--stop_after_steps=1")
     assert started.returncode == 0, started.stderr
@@ -186,16 +185,20 @@ def test_what_does_not_go_together_is_rejected(run, flag):
 @pytest.mark.parametrize(
     ("typed", "command"),
     [
-        (["src/train.py", "--preflight", "--n_layer=1"], ["src/train.py", "--n_layer=1"]),
-        (["/venv/bin/gpt2lab", "preflight", "--n_layer=1"], ["TRAIN", "--n_layer=1"]),
-        (["PACKAGE/__main__.py", "finetune", "--preflight"], ["FINETUNE"]),
-        (["PACKAGE/train.py", "--preflight", "--json"], ["TRAIN"]),
+        (["src/train.py", "--preflight", "--n_layer=1"], ["python", "src/train.py", "--n_layer=1"]),
+        (
+            ["/venv/bin/gpt2lab", "train", "--preflight", "--n_layer=1"],
+            ["gpt2lab", "train", "--n_layer=1"],
+        ),
+        (
+            ["gpt2lab/__main__.py", "finetune", "--preflight"],
+            ["python", "-m", "gpt2lab", "finetune"],
+        ),
+        (["gpt2lab/train.py", "--preflight", "--json"], ["python", "src/train.py"]),
     ],
 )
-def test_the_command_after_go_starts_the_trainer(typed, command, monkeypatch):
-    """As the program or module that was typed; the verb preflight becomes train."""
-    package = str(Path(paths.__file__).parent)
-    monkeypatch.setattr("sys.argv", [word.replace("PACKAGE", package) for word in typed])
-    programs = {"TRAIN": launch.TRAIN, "FINETUNE": launch.TRAIN.with_name("finetune.py")}
-    expected = [str(programs.get(word, word)) for word in command]
-    assert preflight.command_to_start([]) == fmt.command_line([paths.program("python"), *expected])
+def test_the_command_after_go_has_the_form_that_was_typed(typed, command, monkeypatch):
+    monkeypatch.chdir(launch.REPOSITORY)
+    monkeypatch.setattr("sys.argv", typed)
+    expected = [paths.program(command[0]), *command[1:]]
+    assert preflight.command_to_start([]) == fmt.command_line(expected)

@@ -62,10 +62,10 @@ def test_there_are_22_verbs_and_those_that_went_name_the_new_form():
 
 def test_the_page_of_verbs_is_short(capsys):
     pages = []
-    for argv in ([], ["--help"]):
+    for argv in ([], ["--help"], ["help"]):
         assert verbs.main(argv) == 0
         pages.append(capsys.readouterr().out)
-    assert pages[0] == pages[1]
+    assert len(set(pages)) == 1
     lines = pages[0].splitlines()
     assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
@@ -91,11 +91,22 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(verb, capsys, monkeypatch)
     assert flags[1] or verb in UNION
 
 
+@pytest.mark.parametrize("verb", ["train", "data show", "runs list"])
+def test_help_and_a_verb_are_the_help_of_the_verb(verb, capsys):
+    assert shown(capsys, "help", *verb.split()) == shown(capsys, *verb.split(), "--help")
+
+
 def test_the_help_of_a_verb_within_a_verb(capsys):
     text = shown(capsys, "data", "show", "--help")
     assert text.startswith("usage: gpt2lab data show [flags]\n")
     assert "  gpt2lab data show --run RUN --step 100 --text\n" in text
-    assert set(re.findall(r"^  --(\w+)", text, flags=re.M)) == {"data_dir", "run", "step", "text"}
+    assert set(re.findall(r"^  --(\w+)", text, flags=re.M)) == {
+        "checkpoint_dir",
+        "data_dir",
+        "run",
+        "step",
+        "text",
+    }
     assert shown(capsys, "benchmark", "parallel", "--help").startswith(
         "usage: gpt2lab benchmark par"
     )
@@ -119,14 +130,31 @@ def test_help_shows_what_a_flag_takes():
     assert re.search(r"--interactive  ", text)
 
 
-def test_a_verb_is_called_as_it_works_here(monkeypatch, tmp_path):
-    assert paths.command_words("runs tensorboard")[-2:] == ["runs", "tensorboard"]
-    monkeypatch.setattr(
-        sys, "executable", str(tmp_path / "python")
-    )  # gpt2lab is not installed there
-    words = paths.command_words("train")
-    assert words[-1].endswith("src/train.py")
-    assert paths.command_words("status")[-3:] == ["-m", "gpt2lab", "status"]
+@pytest.mark.parametrize(
+    ("called", "is_installed", "train", "status"),
+    [
+        ("/venv/bin/gpt2lab", True, "gpt2lab train", "gpt2lab status"),
+        ("src/train.py", True, "python src/train.py", "gpt2lab status"),
+        ("src/train.py", False, "python src/train.py", "PYTHONPATH=src python -m gpt2lab status"),
+        ("gpt2lab/__main__.py", True, "python -m gpt2lab train", "python -m gpt2lab status"),
+        ("gpt2lab/__main__.py", False, "python -m gpt2lab train", "python -m gpt2lab status"),
+        ("scripts/prepare_data.py", True, "python src/train.py", "gpt2lab status"),
+        ("ipykernel_launcher", True, "gpt2lab train", "gpt2lab status"),
+    ],
+)
+def test_a_verb_has_the_form_that_was_typed(
+    monkeypatch, tmp_path, called, is_installed, train, status
+):
+    monkeypatch.chdir(paths.REPOSITORY)
+    for name in ("python", "torchrun", *["gpt2lab"] * is_installed):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [called])
+    assert " ".join(paths.command_words("train")) == train
+    assert " ".join(paths.command_words("status")) == status
+    many = "torchrun --nproc_per_node=2 src/train.py"
+    assert " ".join(paths.command_words("train", 2)) == many
 
 
 def test_no_message_names_a_verb_that_went():
@@ -169,7 +197,10 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
+        (
+            ["sample"],
+            "TARGET is missing: a run (name or its beginning, latest, or folder), a checkpoint's",
+        ),
         (
             ["export", "x"],
             "--out is missing: folder to write, or file.gguf; must not exist; see gpt2lab",

@@ -353,10 +353,10 @@ def test_a_source_that_is_none_is_rejected(tmp_path, name):
 
 
 def test_sizes_that_cannot_work_are_rejected_all_in_one_message():
-    Sizes(shard_tokens=2, val_tokens=2, max_tokens=4).check()
+    Sizes(shard_tokens=2, val_tokens=2, max_tokens=16).check()
     with pytest.raises(DataError) as rejection:
-        Sizes(shard_tokens=1, val_tokens=1, max_tokens=3).check()
-    for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 3"):
+        Sizes(shard_tokens=1, val_tokens=1, max_tokens=15).check()
+    for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 15"):
         assert name in str(rejection.value)
 
 

@@ -14,6 +14,8 @@ from gpt2lab.interop import tasks as harness
 def test_flags_of_tasks_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
         main(["nobody", "--limit=3"])
+    with pytest.raises(ConfigError, match=r"--hellaswag_limit$"):
+        main(["nobody", "--hellaswag", "--limit=3"])
     with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):
         main(["nobody", "--tasks=piqa", "--limit=0"])
     real = importlib.util.find_spec

@@ -19,11 +19,9 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.errors import ConfigError
-from gpt2lab.runs import history, log_cache, overview
+from gpt2lab.runs import log_cache, overview
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.summary import print_checkpoints
-from gpt2lab.runs.target import find_folder
 from launch import call
 from stopped_run import stopped_and_resumed
 
@@ -36,29 +34,6 @@ def trained(tmp_path_factory, tiny_data) -> Path:
 @pytest.fixture
 def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
-
-
-def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, monkeypatch):
-    runs, here = tmp_path / "runs", tmp_path / "here"
-    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
-        folder.mkdir(parents=True)
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name, meant in {
-        "r": runs / "r",  # not here/r
-        "r/step_00000002": runs / "r" / "step_00000002",
-        "./r": here / "r",
-        "../runs/r": here / ".." / "runs" / "r",
-        "~/runs/r": runs / "r",
-        "only_here": here / "only_here",
-        str(runs / "r"): runs / "r",
-    }.items():
-        assert history.find_run(name, checkpoint_dir=runs) == meant
-        assert find_folder(name, runs) == meant
-    assert find_folder("hf:r", runs) is None
-    assert find_folder("gpt2", runs) is None
-    with pytest.raises(ConfigError, match="no run of this name"):
-        history.find_run("gpt2", checkpoint_dir=runs)
 
 
 def rewrite_status(run_dir: Path, **values: object) -> None:

@@ -165,7 +165,7 @@ def test_another_architecture_is_rejected(typed, problem, folder, tmp_path):
 
 
 def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(folder, tmp_path):
-    assert "no such folder" in rejection(folder, tmp_path / "runs", "--init_from=no/such/run")
+    assert "no run of" in rejection(folder, tmp_path / "runs", "--init_from=no/such/run")
     shutil.copytree(folder / "hf", tmp_path / "hf")
     weights = tmp_path / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])

@@ -69,11 +69,11 @@ class Sizes:
 
         Raises: DataError with all problems in one message.
         """
-        limits = (("shard_tokens", 2), ("val_tokens", 2), ("max_tokens", 4), ("group_bytes", 1))
+        least = {"shard_tokens": 2, "val_tokens": 2, "max_tokens": LEAST_TOKENS, "group_bytes": 1}
         problems = [
-            f"{name} {value} must be at least {least}"
-            for name, least in limits
-            if (value := getattr(self, name)) is not None and value < least
+            f"{name} {value} must be at least {least[name]}"
+            for name, value in vars(self).items()
+            if value is not None and value < least[name]
         ]
         if problems:
             raise DataError("; ".join(problems))

@@ -1,0 +1,156 @@
+"""Names of runs: in full, `latest`, the beginning of one; misspelt, ambiguous, missing. The same for every command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiny
+from gpt2lab import paths
+from gpt2lab.errors import ConfigError
+from gpt2lab.runs.target import find_folder, find_run, full_name
+from launch import TRAIN, call, python
+
+# Every verb that takes a run; R stands for its name.
+VERBS = (
+    "status R",
+    "runs list R",
+    "runs rm R",
+    "runs archive R",
+    "runs sync R --to trackio",
+    "runs resume-command R",
+    "runs rebuild-tensorboard R",
+    "runs repair-log R",
+    "report R",
+    "plot R --out plot.png",
+    "evaluate R --device=cpu",
+    "sample R --prompt=a --max_new_tokens=1 --device=cpu",
+    "chat R --device=cpu",
+    "serve R --port=0 --device=cpu",
+    "export R --out export",
+    "compare R beta_1",
+    "compare R,beta_1 beta_1,beta_1",
+    "replay R --steps 3",
+    "why-spike R --step 3 --worst 1",
+    "bisect beta_1 R",
+    "doctor R",
+    "data show --run R --step 1",
+    "estimate --run_name R",
+    "train --init_from R --device=cpu --dry_run --data_dir=data --total_batch_size=256 --max_steps=1",
+    "finetune --init_from R --instructions demo --dry_run",
+    "train --list_checkpoints --run_name R",
+    "ablate --out out --init_from R --max_lr 1e-3 2e-3 --max_steps 1",
+)
+# What another test runs, or what needs a terminal or a network.
+ONLY_REFUSED = ("runs rm", "runs archive", "runs sync", "serve", "compare R,", "ablate", "finetune")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a checkout with the runs beta_1, its copy beta_2, and alpha, the latest."""
+    folder = tmp_path_factory.mktemp("names")
+    runs = folder / "checkpoints"
+    tiny.write_shards(folder / "data", train=tiny.TRAIN_SHARDS, val=tiny.VAL_SHARDS)
+    tiny.write_items(folder / "items.jsonl")
+    for name in ("beta_1", "alpha"):
+        words = tiny.flags_of(folder, name, f"--checkpoint_dir={runs}", "--keep_checkpoints=1")
+        assert call(TRAIN, *words).returncode == 0
+    shutil.copytree(runs / "beta_1", runs / "beta_2")
+    (runs / "alpha.old").mkdir()  # holds no run
+    return folder
+
+
+ALL = """
+import json, pathlib, sys
+from gpt2lab import paths
+from gpt2lab.commands import verbs
+from gpt2lab.errors import GPT2LabError
+found = {}
+paths.REPOSITORY = pathlib.Path.cwd()
+for words in json.loads(sys.argv[1]):
+    try:
+        found[" ".join(words)] = verbs.main(words)
+    except GPT2LabError as error:
+        found[" ".join(words)] = [error.exit_code, str(error)]
+print(json.dumps([found, sorted({"torch", "huggingface_hub"} & sys.modules.keys())]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates"),
+    [
+        ("aplha", ["alpha"]),
+        ("beat", ["beta_"]),
+        ("bet", ["beta_1", "beta_2"]),
+        ("nosuch", ["alpha", "beta_1", "beta_2"]),
+        ("alpha/step_9", ["step_00000004"]),
+        ("no such", ["alpha", "beta_1", "beta_2"]),
+    ],
+)
+def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder, name, candidates):
+    lines = [[word.replace("R", name) for word in verb.split()] for verb in VERBS]
+    done = python("-c", ALL, json.dumps(lines), folder=folder)
+    assert done.returncode == 0, done.stderr
+    found, imported = json.loads(done.stdout.splitlines()[-1])
+    assert imported == []
+    for words, (code, line) in found.items():
+        assert (code, "\n" in line) == (2, False), words
+        assert all(candidate in line for candidate in candidates), (words, line)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if not verb.startswith(ONLY_REFUSED)])
+def test_latest_and_the_beginning_of_a_name_mean_what_the_name_means(
+    folder, verb, tmp_path, monkeypatch
+):
+    here = Path(shutil.copytree(folder, tmp_path / "here"))
+    monkeypatch.setattr(paths, "REPOSITORY", here)
+    codes = set()
+    for name in ("alpha", "latest", "al"):
+        words = [word.replace("R", name) for word in verb.split()]
+        done = call(words[0], *words[1:], folder=here)
+        assert done.returncode in (0, 1), done.stderr
+        codes.add(done.returncode)
+        shutil.rmtree(here / "export", ignore_errors=True)
+    assert len(codes) == 1
+
+
+def test_a_run_is_deleted_without_a_question_only_by_its_full_name(folder, tmp_path):
+    """The beginning of a name would mean another run once the first is gone."""
+    shutil.copytree(folder / "checkpoints", tmp_path / "runs")
+    for name in ("al", "latest"):
+        assert call("runs rm", name, "--yes", "--checkpoint_dir=runs", folder=tmp_path)[0] == 2
+    assert call("runs rm", "alpha", "--yes", "--checkpoint_dir=runs", folder=tmp_path)[0] == 0
+    assert not (tmp_path / "runs" / "alpha").exists()
+
+
+def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, monkeypatch):
+    runs, here = tmp_path / "runs", tmp_path / "here"
+    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
+        folder.mkdir(parents=True)
+    (runs / "gpt2-nano_1" / "step_00000002").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, meant in {
+        "r": runs / "r",  # not here/r
+        "r/step_00000002": runs / "r" / "step_00000002",
+        "./r": here / "r",
+        "../runs/r": here / ".." / "runs" / "r",
+        "~/runs/r": runs / "r",
+        "only_here": here / "only_here",
+        str(runs / "r"): runs / "r",
+        "gpt2-n": runs / "gpt2-nano_1",
+        "gpt2-n/step_00000002": runs / "gpt2-nano_1" / "step_00000002",
+    }.items():
+        assert find_run(name, runs) == meant
+        assert find_folder(name, runs) == meant
+    for name in ("hf:r", "gpt2", "hf:gpt2-n", "org/name"):  # on the Hub
+        assert find_folder(name, runs) is None
+    assert find_run("gpt2", runs) == runs / "gpt2-nano_1"  # a command that takes runs alone
+    for name in ("distilgpt2", "r/step_9", "../x"):
+        with pytest.raises(ConfigError):
+            find_folder(name, runs)
+    with pytest.raises(ConfigError):  # no readable checkpoint
+        full_name("latest", runs)
