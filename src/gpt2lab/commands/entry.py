@@ -26,6 +26,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
+from gpt2lab.runs.console import never_silent, note_output
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -52,7 +53,8 @@ def run(main: Callable[[list[str]], int]) -> int:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
     try:
-        return main(sys.argv[1:])
+        with never_silent():
+            return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -92,6 +94,7 @@ def _escape_controls(stream: TextIO) -> None:
 
     def write(text: str) -> int:
         bar = text.startswith("\r")  # a progress bar goes back to the beginning of its line
+        note_output()
         plain("\r" * bar + printable(text[bar:], keep="\n\t"))
         return len(text)
 

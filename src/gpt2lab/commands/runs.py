@@ -30,6 +30,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
 from gpt2lab.runs import history
+from gpt2lab.runs.console import doing
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import LOCK, holder_of, lock
 
@@ -277,7 +278,9 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
         if not sys.stdin.isatty():
             raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")
         print(f"{what}? [y/N] ", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        with doing(""):
+            answer = sys.stdin.readline().strip().lower()
+        if answer not in ("y", "yes"):
             print("nothing was changed")
             return 1
     for folder in folders:

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import select
 import shutil
 import sys
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import length_hint
+from time import monotonic
+from typing import TextIO, TypeVar
+
+from gpt2lab import fmt
+
+T = TypeVar("T")
 
 BEAT_SECONDS = 4.0
-_WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
-_SILENT_SECONDS = (5.0, 30.0)  # without a line in a file: in that time, and later
+_LOOK_SECONDS = 0.5  # between two looks whether a command has been silent for BEAT_SECONDS
+WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
 _CAPACITY = 2**20  # characters of the buffer: thousands of lines
 _PATIENCE_SECONDS = 10.0  # at the end of a run, for a reader that has stopped
 _PART = 1024  # characters written at a time: a pipe that is ready has room for 4 kB
@@ -189,11 +197,6 @@ class Console:
             self._shown = 0
 
 
-def silence_ends(silent: float, *, step_seconds: float, since_start: float) -> bool:
-    """Tell whether a log file needs a line now: after another step, the last one would be too old."""
-    return silent + step_seconds > _SILENT_SECONDS[since_start >= _WATCHED_SECONDS]
-
-
 def wrap(text: str, width: int) -> str:
     """Wrap text to `width` columns, except longer words and lines with a command."""
     lines: list[str] = []
@@ -211,25 +214,99 @@ def wrap(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def beats(
-    tell: Callable[[float], None],
-    *,
-    every: float = BEAT_SECONDS,
-    wait: Callable[[float], bool] | None = None,
-) -> Iterator[None]:
-    """Call `tell` with the seconds so far, every `every` seconds, until the block ends.
+# -- what a command is doing ------------------------------------------------------------------------------------------
 
-    `wait` sleeps for some seconds and tells whether the block has ended; tests pass their own clock.
+
+@dataclass(eq=False)
+class Task:
+    """Work that takes a while, and how far it is; `total` 0: nobody knows how much there is."""
+
+    what: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    began: float = field(default_factory=monotonic)
+
+    def line(self, seconds: float) -> str:
+        """Return the line after so many seconds: `validation loss: 120 of 1,000 batches, 14s left`."""
+        if self.done and self.total:
+            left = fmt.duration(seconds * (self.total / self.done - 1))
+            return f"{self.what}: {self.done:,} of {self.total:,} {self.unit}, {left} left"
+        return f"{self.what}: {seconds:.0f} s so far"
+
+
+_tasks: list[Task] = []  # of this process, the innermost last
+_LAST = {"printed": 0.0, "shown": 0}  # moment of the last output; width of the line on a terminal
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[Task]:
+    """Name what the block does; empty: it waits for people or prints itself, and `never_silent` is quiet."""
+    task = Task(what)
+    _tasks.append(task)
+    try:
+        yield task
+    finally:
+        _tasks.remove(task)
+
+
+def counted(items: Iterable[T], unit: str, total: int = 0) -> Iterator[T]:
+    """Yield items, and count them in the innermost task; `total`: how many may come, if they have no length."""
+    total = total or length_hint(items)
+    for done, item in enumerate(items):
+        if _tasks:
+            _tasks[-1].done, _tasks[-1].total, _tasks[-1].unit = done, total, unit
+        yield item
+
+
+def note_output() -> None:
+    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal."""
+    _LAST["printed"] = monotonic()
+    if shown := int(_LAST["shown"]):
+        _LAST["shown"] = 0
+        for text in ("\r" + " " * shown, "\r"):
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def never_silent() -> Iterator[None]:
+    """On rank 0, say on standard error what is being done, whenever nothing was printed for 4 seconds.
+
+    On a terminal it is one line that is replaced.
     """
-    ended = threading.Event()
-    wait = wait or ended.wait
+
+    def look(_: float) -> None:
+        task, now = _tasks[-1], monotonic()
+        is_quiet = not all(task.what for task in _tasks)
+        if is_quiet or (now - _LAST["printed"] < BEAT_SECONDS and not _LAST["shown"]):
+            return
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            task = Task("loading PyTorch", began=task.began)
+        text = task.line(now - task.began)
+        if not sys.stderr.isatty():
+            say(text)
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]
+        print("\r" + text.ljust(int(_LAST["shown"])), end="", file=sys.stderr, flush=True)
+        _LAST["shown"] = len(text)
+
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    note_output()
+    with doing("working"), beats(look, every=_LOOK_SECONDS):
+        yield
+    note_output()
+
+
+@contextlib.contextmanager
+def beats(tell: Callable[[float], None], *, every: float = BEAT_SECONDS) -> Iterator[None]:
+    """Call `tell` with the seconds so far, every `every` seconds, until the block ends."""
+    ended, began = threading.Event(), monotonic()
 
     def beat() -> None:
-        seconds = every
-        while not wait(every):
-            tell(seconds)
-            seconds += every
+        while not ended.wait(every):
+            tell(monotonic() - began)
 
     thread = threading.Thread(target=beat, name="beats", daemon=True)
     thread.start()
