@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.schema import RecipeName
+from gpt2lab.distributed.processor import require_gpu
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def run(
                 memory=[None],
                 extensions=Extensions(surroundings, warn=print),
             )
+            require_gpu(start.config.system.device)
         if sys.stdout.isatty():
             print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain
