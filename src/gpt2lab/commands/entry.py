@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
 
 from gpt2lab.errors import (
@@ -26,7 +28,10 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
-from gpt2lab.runs.console import never_silent, note_output
+from gpt2lab.runs import console
+
+_LOOK_SECONDS = 0.5  # between two looks whether a command has been silent
+_LAST = {"printed": 0.0, "shown": 0}  # moment of the last output; width of the line on a terminal
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -87,6 +92,46 @@ def run(main: Callable[[list[str]], int]) -> int:
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
+
+
+def note_output() -> None:
+    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal."""
+    _LAST["printed"] = monotonic()
+    if shown := int(_LAST["shown"]):
+        _LAST["shown"] = 0
+        for text in ("\r" + " " * shown, "\r"):
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def never_silent() -> Iterator[None]:
+    """On rank 0, say on standard error what is being done, whenever nothing was printed for 4 seconds.
+
+    On a terminal it is one line that is replaced.
+    """
+
+    def look(_: float) -> None:
+        task, now = console.TASKS[-1], monotonic()
+        is_quiet = not all(task.what for task in console.TASKS)
+        if is_quiet or (now - _LAST["printed"] < console.BEAT_SECONDS and not _LAST["shown"]):
+            return
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            task = console.Task("loading PyTorch", began=task.began)
+        text = task.line(now - task.began)
+        if not sys.stderr.isatty():
+            console.say(text)
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]
+        print("\r" + text.ljust(int(_LAST["shown"])), end="", file=sys.stderr, flush=True)
+        _LAST["shown"] = len(text)
+
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    note_output()
+    with console.doing("working"), console.beats(look, every=_LOOK_SECONDS):
+        yield
+    note_output()
 
 
 def _escape_controls(stream: TextIO) -> None:

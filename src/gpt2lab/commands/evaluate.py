@@ -18,9 +18,8 @@ from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.config.schema import Config
-from gpt2lab.distributed.processor import require_gpu
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
-from gpt2lab.evaluation.request import EvaluationRequest
+from gpt2lab.evaluation.request import EvaluationRequest, require_gpu
 from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.runs.console import doing, say
 

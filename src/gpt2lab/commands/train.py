@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.schema import RecipeName
-from gpt2lab.distributed.processor import require_gpu
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,6 +77,7 @@ def run(
 
     Raises: GPT2LabError.
     """
+    from gpt2lab.evaluation.request import require_gpu
     from gpt2lab.training.extension import Extensions
     from gpt2lab.training.resolve import resolve, resolve_to_train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import platform
@@ -10,8 +9,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-
-from gpt2lab.errors import ConfigError
 
 CPUINFO = Path("/proc/cpuinfo")
 # The oldest driver for a major version of CUDA: NVIDIA's "CUDA Compatibility", minor version compatibility.
@@ -87,18 +84,3 @@ def unseen_gpus() -> str | None:
         f"nvidia-smi lists {name} with driver {driver}, but torch {version} is built {needs}: "
         f"{', or '.join(fixes)}"
     )
-
-
-def require_gpu(device: str) -> None:
-    """Reject `cuda` where no driver of a GPU is installed, without which torch sees none; torch decides about the rest.
-
-    Raises: ConfigError.
-    """
-    if device != "cuda" or Path("/dev/kfd").exists():  # that of AMD
-        return
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        raise ConfigError(
-            "device cuda: this machine has no driver of a GPU; install it, or use --device cpu"
-        ) from None

@@ -14,8 +14,8 @@ from typing import Literal
 from gpt2lab import fmt
 from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.schema import SystemConfig
-from gpt2lab.distributed.processor import require_gpu
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
+from gpt2lab.evaluation.request import require_gpu
 from gpt2lab.files import staged_file
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.target import find_target, was_tuned

@@ -5,6 +5,7 @@ Torch is imported when the weights are loaded, so that a wrong name is rejected 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,3 +166,18 @@ def measure_hellaswag(subject: Subject) -> Results:
         ).measure(subject.model)
     assert results is not None  # nothing interrupts it
     return results
+
+
+def require_gpu(device: str) -> None:
+    """Reject `cuda` where no driver of a GPU is installed, without which torch sees none; torch decides about the rest.
+
+    Raises: ConfigError.
+    """
+    if device != "cuda" or Path("/dev/kfd").exists():  # that of AMD
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise ConfigError(
+            "device cuda: this machine has no driver of a GPU; install it, or use --device cpu"
+        ) from None

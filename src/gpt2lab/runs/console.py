@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import select
 import shutil
 import sys
@@ -26,7 +25,6 @@ from gpt2lab import fmt
 T = TypeVar("T")
 
 BEAT_SECONDS = 4.0
-_LOOK_SECONDS = 0.5  # between two looks whether a command has been silent for BEAT_SECONDS
 WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
 _CAPACITY = 2**20  # characters of the buffer: thousands of lines
 _PATIENCE_SECONDS = 10.0  # at the end of a run, for a reader that has stopped
@@ -235,68 +233,27 @@ class Task:
         return f"{self.what}: {seconds:.0f} s so far"
 
 
-_tasks: list[Task] = []  # of this process, the innermost last
-_LAST = {"printed": 0.0, "shown": 0}  # moment of the last output; width of the line on a terminal
+TASKS: list[Task] = []  # of this process, the innermost last
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[Task]:
-    """Name what the block does; empty: it waits for people or prints itself, and `never_silent` is quiet."""
+    """Name what the block does; empty: it waits for people or prints by itself."""
     task = Task(what)
-    _tasks.append(task)
+    TASKS.append(task)
     try:
         yield task
     finally:
-        _tasks.remove(task)
+        TASKS.remove(task)
 
 
 def counted(items: Iterable[T], unit: str, total: int = 0) -> Iterator[T]:
     """Yield items, and count them in the innermost task; `total`: how many may come, if they have no length."""
     total = total or length_hint(items)
     for done, item in enumerate(items):
-        if _tasks:
-            _tasks[-1].done, _tasks[-1].total, _tasks[-1].unit = done, total, unit
+        if TASKS:
+            TASKS[-1].done, TASKS[-1].total, TASKS[-1].unit = done, total, unit
         yield item
-
-
-def note_output() -> None:
-    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal."""
-    _LAST["printed"] = monotonic()
-    if shown := int(_LAST["shown"]):
-        _LAST["shown"] = 0
-        for text in ("\r" + " " * shown, "\r"):
-            print(text, end="", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def never_silent() -> Iterator[None]:
-    """On rank 0, say on standard error what is being done, whenever nothing was printed for 4 seconds.
-
-    On a terminal it is one line that is replaced.
-    """
-
-    def look(_: float) -> None:
-        task, now = _tasks[-1], monotonic()
-        is_quiet = not all(task.what for task in _tasks)
-        if is_quiet or (now - _LAST["printed"] < BEAT_SECONDS and not _LAST["shown"]):
-            return
-        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-            task = Task("loading PyTorch", began=task.began)
-        text = task.line(now - task.began)
-        if not sys.stderr.isatty():
-            say(text)
-            return
-        text = text[: shutil.get_terminal_size().columns - 1]
-        print("\r" + text.ljust(int(_LAST["shown"])), end="", file=sys.stderr, flush=True)
-        _LAST["shown"] = len(text)
-
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    note_output()
-    with doing("working"), beats(look, every=_LOOK_SECONDS):
-        yield
-    note_output()
 
 
 @contextlib.contextmanager

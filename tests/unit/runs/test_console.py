@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpt2lab.commands import entry
 from gpt2lab.runs import console
 from gpt2lab.runs.console import Console, finish_stderr, never_wait_for_stderr, wrap
 from gpt2lab.runs.logger import MetricsLogger
@@ -42,7 +43,7 @@ def on_terminal(command: list[str], *, columns: int) -> str:
 
 def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
-    monkeypatch.setattr(console, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(entry, "_LOOK_SECONDS", 0.001)
 
     def hear(pattern: str) -> None:
         said, deadline = "", time.monotonic() + HANG_SECONDS
@@ -50,7 +51,7 @@ def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys
             assert time.monotonic() < deadline, said
             said = capsys.readouterr().err
 
-    with console.never_silent():
+    with entry.never_silent():
         hear(r"^working: \d+ s so far$")
         with console.doing("evaluating"):
             hear(r"^evaluating: \d+ s so far$")
@@ -63,7 +64,7 @@ def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys
             time.sleep(0.05)
     assert "anybody" not in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
-    with console.never_silent():
+    with entry.never_silent():
         assert "beats" not in {thread.name for thread in threading.enumerate()}
 
 
