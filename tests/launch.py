@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -65,9 +66,8 @@ def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: 
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert Path.cwd() == here
-    return Done(
-        int(end.value.code or 0), *(stream.buffer.getvalue().decode() for stream in (out, err))
-    )
+    said, stderr = (stream.buffer.getvalue().decode() for stream in (out, err))
+    return Done(int(end.value.code or 0), said, without_progress(stderr))
 
 
 def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> Any:
@@ -90,7 +90,12 @@ def python(*words: object, folder: Path = REPOSITORY, **extra: str) -> Done:
         text=True,
         timeout=HANG_SECONDS,
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return Done(done.returncode, done.stdout, without_progress(done.stderr))
+
+
+def without_progress(stderr: str) -> str:
+    """Drop the lines that a program prints where it is silent for 4 seconds, as on a busy machine."""
+    return re.sub(r"^.*: (.* of .* left|.*\d s so far)\n", "", stderr, flags=re.M)
 
 
 def words_of(name: Path | str) -> list[str]:
@@ -146,22 +151,26 @@ def train(
     flags: list[str], *, world: int = 1, program: Path = TRAIN, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer to its end, as users start it."""
-    return subprocess.run(
+    done = subprocess.run(
         command_for(program, flags, world=world),
         env=environment(**extra),
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
     )
+    done.stderr = without_progress(done.stderr)
+    return done
 
 
 def train_in_forks(
     flags: list[str], *, world: int = 1, program: Path = TRAIN, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer to its end without the seconds that each process takes to import torch: see ranks.py."""
-    return run_ranks(
+    done = run_ranks(
         program, flags, world=world, environment=environment(**extra), seconds=HANG_SECONDS
     )
+    done.stderr = without_progress(done.stderr)
+    return done
 
 
 def start(flags: list[str], *, world: int = 1, **extra: str) -> subprocess.Popen[str]:

@@ -279,6 +279,7 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, t
     launch.wait_for_step(process, out / "cold_seed1", 3)
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate()
+    stderr = launch.without_progress(stderr)
     assert (process.returncode, stdout) == (0, "")
     assert stderr.splitlines()[jobs:] == [
         "interrupted; what was trained is saved; start again to continue"

@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -28,7 +30,11 @@ from gpt2lab.errors import (
 )
 from gpt2lab.files import replace_durably
 from gpt2lab.paths import LAUNCHED
+from gpt2lab.runs import console
 from gpt2lab.training.stop import end_at_once
+
+_LOOK_SECONDS = 0.5  # between two looks whether a command has been silent
+_LAST = {"printed": 0.0, "shown": 0}  # moment of the last output; width of the line on a terminal
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -54,7 +60,8 @@ def run(main: Callable[[list[str]], int]) -> int:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
     try:
-        code = main(sys.argv[1:])
+        with never_silent():
+            code = main(sys.argv[1:])
         _tell_launcher(code)
         return code
     except BrokenPipeError:  # `... | head` closed the pipe
@@ -99,11 +106,52 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def note_output() -> None:
+    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal."""
+    _LAST["printed"] = monotonic()
+    if shown := int(_LAST["shown"]):
+        _LAST["shown"] = 0
+        for text in ("\r" + " " * shown, "\r"):
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def never_silent() -> Iterator[None]:
+    """On rank 0, say on standard error what is being done, whenever nothing was printed for 4 seconds.
+
+    On a terminal it is one line that is replaced.
+    """
+
+    def look(_: float) -> None:
+        task, now = console.TASKS[-1], monotonic()
+        is_quiet = not all(task.what for task in console.TASKS)
+        if is_quiet or (now - _LAST["printed"] < console.BEAT_SECONDS and not _LAST["shown"]):
+            return
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            task = console.Task("loading PyTorch", began=task.began)
+        text = task.line(now - task.began)
+        if not sys.stderr.isatty():
+            console.say(text)
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]
+        print("\r" + text.ljust(int(_LAST["shown"])), end="", file=sys.stderr, flush=True)
+        _LAST["shown"] = len(text)
+
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    note_output()
+    with console.doing("working"), console.beats(look, every=_LOOK_SECONDS):
+        yield
+    note_output()
+
+
 def _escape_controls(stream: TextIO) -> None:
     plain = stream.write
 
     def write(text: str) -> int:
         bar = text.startswith("\r")  # a progress bar goes back to the beginning of its line
+        note_output()
         plain("\r" * bar + printable(text[bar:], keep="\n\t"))
         return len(text)
 

@@ -19,9 +19,9 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
-from gpt2lab.evaluation.request import EvaluationRequest
+from gpt2lab.evaluation.request import EvaluationRequest, require_gpu
 from gpt2lab.interop.tasks import TaskRequest
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import doing, say
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.request import Subject
@@ -147,7 +147,7 @@ def evaluate(
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
-    from gpt2lab.interop.tasks import require_lm_eval
+    from gpt2lab.interop.tasks import require_tasks
     from gpt2lab.runs.target import find_target
 
     def find() -> Target:
@@ -155,8 +155,9 @@ def evaluate(
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None
+    require_gpu(request.device)
     if tasks is not None:
-        require_lm_eval(tasks.tasks_path)
+        require_tasks(tasks)
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.evaluation.request import load_subject
 
@@ -177,11 +178,16 @@ def evaluate(
     if eval_generate and conversations is not None:
         from gpt2lab.finetuning.evaluation import rouge_l
 
-        found.numbers["generate"] = rouge_l(
-            subject.model, conversations, strategy=subject.strategy, runtime=runtime
-        )
+        with doing("answering the held-out conversations"):
+            found.numbers["generate"] = rouge_l(
+                subject.model, conversations, strategy=subject.strategy, runtime=runtime
+            )
     if request.hellaswag:
-        _add_hellaswag(found, subject)
+        from gpt2lab.evaluation.hellaswag import summarize
+        from gpt2lab.evaluation.request import measure_hellaswag
+
+        items = found.items[Path("hellaswag.npz")] = measure_hellaswag(subject)
+        found.numbers["hellaswag"] = summarize(items)
     if tasks is not None:
         _add_tasks(found, subject, tasks)
     runtime.close()
@@ -277,15 +283,6 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
     found.items[Path("validation.npz")] = loss.results
     if data is not None and subject.request.keep_token_losses:
         found.token_losses = describe_losses(loss, data, step=subject.step, attempt=None)
-
-
-def _add_hellaswag(found: _Findings, subject: Subject) -> None:
-    from gpt2lab.evaluation.hellaswag import summarize
-    from gpt2lab.evaluation.request import measure_hellaswag
-
-    results = measure_hellaswag(subject)
-    found.numbers["hellaswag"] = summarize(results)
-    found.items[Path("hellaswag.npz")] = results
 
 
 def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:

@@ -31,6 +31,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError, system_errors_as
 from gpt2lab.files import JsonFile, regular, sync_folder
 from gpt2lab.runs import history
+from gpt2lab.runs.console import doing
 from gpt2lab.runs.events import CRC, METRICS, parse_line
 from gpt2lab.runs.folder import LOCK, check_entries, holder_of, lock
 from gpt2lab.runs.target import find_run
@@ -70,7 +71,7 @@ class Verify:
 
     def execute(self) -> int:
         """Name what is not as it was written and return the exit code."""
-        run_dir = history.find_run(self.run, checkpoint_dir=self.checkpoint_dir)
+        run_dir = find_run(self.run, checkpoint_dir=self.checkpoint_dir)
         damaged, lines, checked = verify_log(run_dir)
         for line in damaged:
             print(line)
@@ -320,7 +321,9 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
         if not sys.stdin.isatty():
             raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")
         print(f"{what}? [y/N] ", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        with doing(""):
+            answer = sys.stdin.readline().strip().lower()
+        if answer not in ("y", "yes"):
             print("nothing was changed")
             return 1
     for folder in folders:

@@ -16,7 +16,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams, check_sampling
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import doing, say
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.completion import Completer
@@ -63,8 +63,11 @@ def main(argv: list[str]) -> int:
         _converse(completer, flags.num_samples)
     else:
         ids = completer.encode(flags.prompt)
-        for found in completer.complete(ids, num_samples=flags.num_samples):
-            print(f"{flags.prompt}{found.text}", end="\n" if flags.num_samples == 1 else "\n---\n")
+        if flags.num_samples == 1:
+            _print_as_drawn(completer, flags.prompt, ids)
+        else:
+            for found in completer.complete(ids, num_samples=flags.num_samples):
+                print(f"{flags.prompt}{found.text}\n---", flush=True)
     say(completer.describe_speed())
     return 0
 
@@ -106,7 +109,8 @@ def typed_lines() -> Iterator[str]:
     """Ask for lines on the terminal until the input ends."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        with doing(""):
+            line = sys.stdin.readline()
         if not line:
             say()  # Ctrl+D does not end the line
             return
@@ -114,7 +118,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def _converse(completer: "Completer", num_samples: int) -> None:
-    """Continue each typed line and print the text token by token."""
+    """Continue each typed line."""
     number = 0
     for line in typed_lines():
         prompt = line.rstrip("\n")
@@ -126,8 +130,15 @@ def _converse(completer: "Completer", num_samples: int) -> None:
             say(f"error: {error}")
             continue
         for place in range(num_samples):
-            print(prompt, end="", flush=True)
-            for text in completer.stream(ids, number=number, place=place):
-                print(text, end="", flush=True)
-            print()
+            _print_as_drawn(completer, prompt, ids, number=number, place=place)
         number += 1
+
+
+def _print_as_drawn(
+    completer: "Completer", prompt: str, ids: list[int], *, number: int = 0, place: int = 0
+) -> None:
+    """Print a prompt and its continuation token by token."""
+    print(prompt, end="", flush=True)
+    for text in completer.stream(ids, number=number, place=place):
+        print(text, end="", flush=True)
+    print()

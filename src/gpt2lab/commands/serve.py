@@ -21,6 +21,7 @@ from gpt2lab.commands.sample import load
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams
+from gpt2lab.runs.console import doing
 
 _TOKEN = "GPT2LAB_API_KEY"
 _LAST_SECONDS = 5  # for the token that is being computed at the end
@@ -82,7 +83,8 @@ def main(argv: list[str]) -> int:
             f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
             flush=True,
         )
-        server.run(sockets=[listener])
+        with doing(""):
+            server.run(sockets=[listener])
         engine.close()
     return 0
 

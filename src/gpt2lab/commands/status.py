@@ -17,6 +17,7 @@ from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.errors import ConfigError
+from gpt2lab.runs.console import doing
 
 _DAY = 86_400.0  # seconds
 
@@ -62,7 +63,10 @@ def main(argv: list[str]) -> int:
     if flags.watch is None:
         print(table())
         return 0
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it, whatever it is doing
+    with (
+        doing(""),
+        contextlib.suppress(KeyboardInterrupt),
+    ):  # the way to end it, whatever it is doing
         while True:
             shown = f"{time.strftime('%H:%M:%S')}\n{table()}"
             sys.stdout.buffer.write(b"\x1b[H\x1b[2J")  # print would escape it

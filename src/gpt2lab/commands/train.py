@@ -85,6 +85,7 @@ def run(
 
     Raises: GPT2LabError.
     """
+    from gpt2lab.evaluation.request import require_gpu
     from gpt2lab.training.extension import Extensions
     from gpt2lab.training.resolve import resolve, resolve_to_train
 
@@ -102,6 +103,7 @@ def run(
                 memory=[None],
                 extensions=Extensions(surroundings, warn=print),
             )
+            require_gpu(start.config.system.device)
         if sys.stdout.isatty():
             print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain

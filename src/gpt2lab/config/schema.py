@@ -298,6 +298,7 @@ class LogConfig:
     """What is shown. Every step is in metrics.jsonl, whatever the console shows."""
 
     log_freq: int = free(10, "steps between console lines", least=1)
+    verbose: bool = free(False, "print all facts of a start instead of six lines; log.txt has them")
     use_tensorboard: bool = free(False, "mirror the metrics to TensorBoard files in the run folder")
     histogram_freq: int = free(
         0, "steps between histograms of weights and gradients in TensorBoard; 0 = none", least=0

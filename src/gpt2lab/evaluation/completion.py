@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gpt2lab import fmt
 from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
+from gpt2lab.evaluation.request import require_gpu
 from gpt2lab.files import staged_file
+from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
+
+_SIDE_BY_SIDE = 16  # texts drawn at a time: their number decides the memory
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Completer:
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
             raise ConfigError(f"{name}: {problem}: it cannot read or write text")
+        require_gpu(device)
         from gpt2lab.distributed.runtime import Runtime, resolve_dtype
         from gpt2lab.distributed.strategy import Strategy
         from gpt2lab.runs.weights import load_weights
@@ -103,15 +109,16 @@ class Completer:
 
     def complete(
         self, ids: list[int], *, number: int = 0, num_samples: int = 1
-    ) -> list[Completion]:
-        """Return continuations of prompt `number`; each depends on the seed, the prompt and its place."""
-        rows = list(self.draw(ids, number, list(range(num_samples)), self.style))
-        found = []
-        for drawn in map(list, zip(*rows, strict=True)):
-            end = self.tokenizer.end_of_text
-            text = drawn[: drawn.index(end)] if (ended := end in drawn) else drawn
-            found.append(Completion(self.tokenizer.decode(text), len(text), ended))
-        return found
+    ) -> Iterator[Completion]:
+        """Yield continuations of prompt `number`, drawn 16 at a time; each depends on seed, prompt and its place."""
+        end, most = self.tokenizer.end_of_text, self.style.max_new_tokens
+        for first in range(0, num_samples, _SIDE_BY_SIDE):
+            places = list(range(first, min(first + _SIDE_BY_SIDE, num_samples)))
+            with doing(f"drawing {fmt.number_of(len(places), 'text')}"):
+                rows = list(counted(self.draw(ids, number, places, self.style), "tokens", most))
+            for drawn in map(list, zip(*rows, strict=True)):
+                text = drawn[: drawn.index(end)] if (ended := end in drawn) else drawn
+                yield Completion(self.tokenizer.decode(text), len(text), ended)
 
     def stream(
         self, ids: list[int], *, number: int, place: int, at_most: int | None = None

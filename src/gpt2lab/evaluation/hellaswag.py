@@ -23,6 +23,7 @@ from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT, LOGITS_BYTES
 from gpt2lab.model.loss import token_losses
+from gpt2lab.runs.console import counted
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
 
@@ -63,7 +64,7 @@ class HellaSwag:
         world = self._runtime.world_size
         sums = np.zeros(len(self._styles) * 4 * len(self._questions))
         with self._strategy.evaluating(model):
-            for first in range(0, len(self._batches), world):
+            for first in counted(range(0, len(self._batches), world), "batches"):
                 if interrupted():
                     return None
                 mine = self._batches[first : first + world][self._runtime.rank :][:1]

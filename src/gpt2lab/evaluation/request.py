@@ -5,6 +5,7 @@ Torch is imported when the weights are loaded, so that a wrong name is rejected 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpt2lab.config.schema import Config, HellaSwagMetrics, SystemConfig
 from gpt2lab.errors import ConfigError, NonFiniteError
+from gpt2lab.runs.console import doing
 
 if TYPE_CHECKING:
     from gpt2lab.data.shards import TokenData
@@ -125,7 +127,8 @@ def measure_loss(subject: Subject, validation: MeasuresLoss) -> ValidationLoss:
     Raises: DataError; NonFiniteError if the loss is not finite.
     """
     keep = subject.request.keep_token_losses
-    loss = validation.measure(subject.model, keep_token_losses=keep)
+    with doing("validation loss"):
+        loss = validation.measure(subject.model, keep_token_losses=keep)
     assert loss is not None  # nothing interrupts it
     if not math.isfinite(loss.val_loss):
         raise NonFiniteError(
@@ -151,14 +154,30 @@ def measure_hellaswag(subject: Subject) -> Results:
     limit, used = request.hellaswag_limit, of_run.hellaswag_path
     limit = of_run.hellaswag_limit if limit is None else limit
     path = request.hellaswag_path or (used if used and used.exists() else None)
-    results = HellaSwag(
-        subject.runtime.on_rank_zero(
-            lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
-        ),
-        context_length=subject.model.config.context_length,
-        strategy=subject.strategy,
-        runtime=subject.runtime,
-        metrics=request.hellaswag_metrics or of_run.hellaswag_metrics,
-    ).measure(subject.model)
+    with doing("HellaSwag"):
+        results = HellaSwag(
+            subject.runtime.on_rank_zero(
+                lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
+            ),
+            context_length=subject.model.config.context_length,
+            strategy=subject.strategy,
+            runtime=subject.runtime,
+            metrics=request.hellaswag_metrics or of_run.hellaswag_metrics,
+        ).measure(subject.model)
     assert results is not None  # nothing interrupts it
     return results
+
+
+def require_gpu(device: str) -> None:
+    """Reject `cuda` where no driver of a GPU is installed, without which torch sees none; torch decides about the rest.
+
+    Raises: ConfigError.
+    """
+    if device != "cuda" or Path("/dev/kfd").exists():  # that of AMD
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise ConfigError(
+            "device cuda: this machine has no driver of a GPU; install it, or use --device cpu"
+        ) from None

@@ -32,6 +32,7 @@ from gpt2lab.evaluation.results import (
 )
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.console import counted
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 
@@ -138,7 +139,7 @@ class Validation:
         T = self._order.context_length
         kept = np.zeros((len(mine), T), np.float16) if keep_token_losses else None
         with self._strategy.evaluating(model):
-            for start in range(0, longest, self._batch_size):
+            for start in counted(range(0, longest, self._batch_size), "batches"):
                 if interrupted():
                     return None
                 rows = mine[start : start + self._batch_size]

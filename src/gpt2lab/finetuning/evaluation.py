@@ -21,6 +21,7 @@ from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.console import counted
 
 MOST_TOKENS = 256  # of an answer
 
@@ -62,7 +63,7 @@ class AnswerLoss:
         longest = math.ceil(count / world)  # equal rounds everywhere: interrupted() is a collective
         nats = np.zeros(int(self._owner.max()) + 1)
         with self._strategy.evaluating(model):
-            for begin in range(0, longest, self._batch_size):
+            for begin in counted(range(0, longest, self._batch_size), "batches"):
                 if interrupted():
                     return None
                 rows = mine[begin : begin + self._batch_size]
@@ -128,7 +129,7 @@ def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> 
     exchanges = last_exchanges(rows)
     scores = np.zeros(len(exchanges))
     model.eval()
-    for number in range(runtime.rank, len(exchanges), runtime.world_size):
+    for number in counted(range(runtime.rank, len(exchanges), runtime.world_size), "answers"):
         prompt, expected = exchanges[number]
         room = model.config.context_length - len(prompt) + 1
         with strategy.autocast():

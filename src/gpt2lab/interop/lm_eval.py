@@ -30,7 +30,6 @@ from lm_eval.utils import (
     make_disjoint_window,
     simple_parse_args_string,
 )
-from tqdm import tqdm
 
 from gpt2lab import paths
 from gpt2lab.config.schema import SystemConfig
@@ -42,6 +41,7 @@ from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, s
 from gpt2lab.model import rng
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.console import counted
 from gpt2lab.runs.target import Target, find_target, was_tuned
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import jinja
@@ -295,12 +295,9 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return [postprocess_generated_text(text, list(stops), None) for text in texts]
 
     def _own(self, batches: Sequence[Any]) -> Iterable[Any]:
-        """Return this rank's share of some batches, behind a progress bar on a terminal."""
+        """Return this rank's share of some batches, and say how far it is."""
         rank, world = self._runtime.rank, self._runtime.world_size
-        mine: Iterable[Any] = tqdm(
-            batches[rank::world], unit="batch", disable=True if rank else None, leave=False
-        )
-        return mine
+        return counted(batches[rank::world], "batches")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

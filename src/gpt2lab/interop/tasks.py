@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.runs import history
+from gpt2lab.runs.console import doing
 from gpt2lab.runs.evaluations import add_tasks, file_of, items_folder
 from gpt2lab.runs.target import is_run
 
@@ -45,6 +48,11 @@ class TaskRequest:
     tasks_path: Path | None = None  # a folder with more tasks as YAML files
     apply_chat_template: bool = False
 
+    @property
+    def wanted(self) -> list[str]:
+        """The single names."""
+        return [name.strip() for name in self.names.split(",") if name.strip()]
+
 
 @dataclass(frozen=True)
 class TaskResults:
@@ -54,15 +62,41 @@ class TaskResults:
     items: dict[str, Results]
 
 
-def require_lm_eval(tasks_path: Path | None) -> None:
-    """Raise ConfigError if lm-eval is not installed, or there are no tasks in the folder."""
-    if importlib.util.find_spec("lm_eval") is None:
+def require_tasks(request: TaskRequest) -> None:
+    """Reject what lm-eval cannot measure, as far as its files tell: to import it takes many seconds.
+
+    Raises: ConfigError if it is not installed, there are no tasks in the folder, or no file has a name of the request.
+    """
+    spec, wanted, tasks_path = (
+        importlib.util.find_spec("lm_eval"),
+        request.wanted,
+        request.tasks_path,
+    )
+    if spec is None:
         raise ConfigError(
             "--tasks needs EleutherAI's lm-eval, which is not installed: pip install 'gpt2lab[lm-eval]'"
         )
     if tasks_path is not None and not any(tasks_path.rglob("*.yaml")):
         raise ConfigError(
             f"--tasks_path {tasks_path}: no such folder, or no task in it (a .yaml file)"
+        )
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise ConfigError("--tasks: give names separated by commas, each once")
+    missing, known = set(wanted), set[str]()
+    places = [place for place in (tasks_path, *(spec.submodule_search_locations or ())) if place]
+    for folder, _, names in itertools.chain.from_iterable(map(os.walk, places)):
+        for name in names if missing else ():
+            if name.endswith(".yaml"):
+                with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+                    text = file.read()
+                known.update(re.findall(r"^(?:task|group): *(\S+)", text, re.M))
+                pattern = {one: rf"(?<![\w-]){re.escape(one)}(?![\w-])" for one in missing}
+                missing -= {one for one in missing if one in text and re.search(pattern[one], text)}
+    if missing:
+        hint = fmt.did_you_mean(name := min(missing), known)
+        raise ConfigError(
+            f"--tasks {name}: lm-eval has no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
+            f"its tasks, --tasks_path adds a folder of your own"
         )
 
 
@@ -79,7 +113,8 @@ def measure_tasks(
     Raises: ConfigError, DataError in one line.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
-    with contextlib.redirect_stdout(sys.stderr):  # the library prints messages to stdout
+    # The library prints messages to stdout.
+    with doing(f"tasks {request.names}"), contextlib.redirect_stdout(sys.stderr):
         from lm_eval import simple_evaluate
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
@@ -87,7 +122,7 @@ def measure_tasks(
         answerer = GPT2LabLM(target, model, strategy=strategy, runtime=runtime)
         if request.apply_chat_template:
             answerer.chat_template(True)  # fails before any data is read
-        wanted = [name.strip() for name in request.names.split(",") if name.strip()]
+        wanted = request.wanted
         manager = _in_one_line(lambda: _manager(wanted, request.tasks_path))
         load = manager.load
         manager.load = lambda names: runtime.on_all_ranks(lambda: _in_one_line(lambda: load(names)))
@@ -123,28 +158,14 @@ def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
 
 
 def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
-    """Return lm-eval's index of tasks, after checking that all wanted ones are in it.
-
-    Raises: ConfigError for a name that it does not know.
-    """
+    """Return lm-eval's index of tasks, that of the folder alone if it has all that are wanted."""
     from lm_eval.tasks import TaskManager
 
-    if not wanted or len(set(wanted)) < len(wanted):
-        raise ConfigError("--tasks: give names separated by commas, each once")
-    if tasks_path is not None:  # to read lm-eval's own 14,000 files takes seconds
+    if tasks_path is not None:  # to parse lm-eval's own 14,000 files takes seconds
         manager = TaskManager(include_path=str(tasks_path), include_defaults=False)
         if set(wanted) <= set(manager.all_subtasks):
             return manager
-    manager = TaskManager(include_path=tasks_path and str(tasks_path))
-    known = manager.all_tasks
-    for name in wanted:
-        if name not in known:
-            hint = fmt.did_you_mean(name, known)
-            raise ConfigError(
-                f"--tasks {name}: lm-eval has no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
-                f"its tasks, --tasks_path adds a folder of your own"
-            )
-    return manager
+    return TaskManager(include_path=tasks_path and str(tasks_path))
 
 
 def _in_one_line(act: Callable[[], Any]) -> Any:

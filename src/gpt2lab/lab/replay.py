@@ -31,7 +31,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.runs import history
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import counted, doing, say
 from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
 from gpt2lab.training.components import Components
@@ -171,7 +171,8 @@ def open_replay(
     notes: list[str] = []
     for info in reversed([info for info in infos if info.step < first]):
         try:
-            replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
+            with doing(f"loading the checkpoint of step {info.step}"):
+                replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
         except CheckpointError as error:
             notes.append(f"skipped: {error}")
         else:
@@ -422,7 +423,9 @@ class Replay:
         self, last: int, change: Change = UNCHANGED, *, layers: bool = False
     ) -> list[ReplayedStep]:
         """Replay all steps up to `last`."""
-        return [self.take(change, layers=layers) for _ in range(self.state.step, last)]
+        with doing("replaying"):
+            steps = counted(range(self.state.step, last), "steps")
+            return [self.take(change, layers=layers) for _ in steps]
 
     def measure(
         self, batch: GlobalBatch, look: Callable[[], None] = lambda: None

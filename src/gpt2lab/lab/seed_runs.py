@@ -33,7 +33,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import doing, say
 from gpt2lab.runs.target import find_folder
 from gpt2lab.training.stop import PARENT
 
@@ -309,7 +309,8 @@ class _Trainers:
         self._running.append(trainer)
         if self._stopping.is_set():  # since the caller checked
             trainer.terminate()
-        stderr = trainer.communicate()[1]
+        with doing(f"training {run.name}"):
+            stderr = trainer.communicate()[1]
         self._running.remove(trainer)
         return trainer.returncode, stderr
 

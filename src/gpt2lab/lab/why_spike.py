@@ -22,6 +22,7 @@ from gpt2lab.lab.step_tokens import StepTokens, tokens_of_step
 from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import sum_of_squares
 from gpt2lab.runs import history
+from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD
@@ -72,7 +73,7 @@ def contributions(replay: Replay) -> list[Contribution]:
     _, norm = replay.measure(batch, look=keep)
     seed = fold_seed(replay.start.config.data.seed, replay.state.step + 1)
     found: list[Contribution] = []
-    for micro in batch.micro_batches:
+    for micro in counted(batch.micro_batches, "micro-batches"):
         for row in range(len(micro.tokens)):
             one = slice(row, row + 1)
             torch.manual_seed(fold_seed(seed, micro.index))
@@ -305,7 +306,9 @@ def explain(
     if (first := replay.departure) is not None:
         departure = f"the replay departs from the log in step {first.step}, in its {first.quantity}"
     logged, batch = replay.logged[step], replay.batch()
-    parts = sorted(contributions(replay), key=lambda p: _largest_first(p.projection, p.norm))
+    with doing("splitting the gradient by sample"):
+        found = contributions(replay)
+    parts = sorted(found, key=lambda p: _largest_first(p.projection, p.norm))
     loss, norm = replay.measure(batch)
     measured = logged | _finite({"loss": loss, "grad_norm": norm})
     differs = first_difference(logged, measured, tolerance=replay.tolerance)

@@ -35,7 +35,7 @@ from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.runs import history
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import doing, say
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -275,7 +275,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: in
 
     Raises: ConfigError with the trainer's own line if it fails; NoSourceError if it does not stop.
     """
-    with _scratch_folder(folder) as place:
+    with doing("training"), _scratch_folder(folder) as place:
         command = [sys.executable]
         if job.world_size > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]

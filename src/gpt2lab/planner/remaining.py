@@ -18,8 +18,8 @@ from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
-from gpt2lab.runs.history import read_json
-from gpt2lab.training.progress import MOST_STEPS, WARM_UP, Interval, Progress
+from gpt2lab.runs.history import WARM_UP, read_json
+from gpt2lab.training.progress import MOST_STEPS, Interval, Progress
 
 MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
 

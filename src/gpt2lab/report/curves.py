@@ -64,6 +64,10 @@ class Curves:
     validation: Curve
     hellaswag: dict[str, Curve]  # {metric: accuracies}
     resumes: dict[Axis, np.ndarray]
+    tokenizer: str  # its record in run.json
+    bits_per_nat: (
+        float | None
+    )  # bits/byte of the validation text for each nat/token; None where it is not known
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,12 @@ def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curve
     """
     if not len(log.numbers):
         raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
-    places = _Places(log)
+    places, evals = _Places(log), log.current("eval")
+    per_byte = [
+        event["bits_per_byte"] / event["val_loss"]
+        for event in evals.values()
+        if event.get("bits_per_byte") and event["val_loss"]
+    ]
     rates = {name: places.spread(field) for name, field in (("AdamW", "lr"), ("Muon", "muon_lr"))}
     scores = log.current("hellaswag")
     measured = {metric: places.measured(scores, metric) for metric in REFERENCES}
@@ -114,9 +123,11 @@ def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curve
         grad_norm=places.trace("grad_norm"),
         tokens_per_second=places.trace("tokens_per_second"),
         rates={name: rate for name, rate in rates.items() if len(rate)},
-        validation=places.measured(log.current("eval"), "val_loss"),
+        validation=places.measured(evals, "val_loss"),
         hellaswag={metric: curve for metric, curve in measured.items() if len(curve)},
         resumes=places.of(event["step"] for event in log.of_kind("resume")),
+        tokenizer=str((history.read_json(run_dir / "run.json") or {}).get("tokenizer")),
+        bits_per_nat=per_byte[-1] if per_byte else None,
     )
 
 
@@ -124,8 +135,11 @@ def panels_of(runs: Sequence[Curves]) -> list[Panel]:
     """Return the panels of one run, or of several over each other: loss, HellaSwag, learning rate, norm, speed."""
     several = len(runs) > 1
     numbered = list(enumerate(runs))
-    losses = [line for i, run in numbered for line in _loss_lines(run, i, several=several)]
-    title = f"loss, nats/token{'; dots: validation' if several else ''}"
+    unit, factors = _unit_of(runs)
+    losses = [
+        line for i, run in numbered for line in _loss_lines(run, i, factors[i], several=several)
+    ]
+    title = f"loss, {unit}{'; dots: validation' if several else ''}"
     panels = [Panel(title, losses, by_run=several)]
     for metric, references in REFERENCES.items():
         scores = [
@@ -157,12 +171,27 @@ def panels_of(runs: Sequence[Curves]) -> list[Panel]:
     ]
 
 
-def _loss_lines(run: Curves, number: int, *, several: bool) -> list[Line]:
+def _unit_of(runs: Sequence[Curves]) -> tuple[str, list[float]]:
+    """Return the unit in which losses can be drawn over each other, and the factor of each run from nats/token."""
+    factors = [run.bits_per_nat for run in runs]
+    if len({run.tokenizer for run in runs}) == 1:
+        return "nats/token", [1.0] * len(runs)
+    if None in factors:
+        return "nats/token, of different tokenizers: not comparable", [1.0] * len(runs)
+    unit = "bits/byte (tokenizers differ; training by the tokens per byte of the validation text)"
+    return unit, [factor for factor in factors if factor is not None]
+
+
+def _loss_lines(run: Curves, number: int, factor: float, *, several: bool) -> list[Line]:
+    def scaled(curve: Curve) -> Curve:
+        error = None if curve.error is None else curve.error * factor
+        return Curve(curve.x, curve.y * factor, error)
+
     prefix = f"{run.name}, " if several else ""
-    name = f"{prefix}training, running median"
+    loss = Trace(scaled(run.loss.raw), scaled(run.loss.smooth))
     return [
-        *_trace_lines(name, run.loss, number if several else None),
-        Line(f"{prefix}validation ± standard error", number, "points", run.validation),
+        *_trace_lines(f"{prefix}training, running median", loss, number if several else None),
+        Line(f"{prefix}validation ± standard error", number, "points", scaled(run.validation)),
     ]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import preset
+from gpt2lab.config.request import chosen_in
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_flat
 from gpt2lab.errors import ConfigError, system_errors_as
@@ -117,6 +118,7 @@ def render(*run_dirs: Path) -> str:
 def _read(run_dir: Path, name: str) -> Event:
     """Return what the template needs of one run."""
     config, log = history.read_config(run_dir), history.read_log(run_dir)
+    chosen = chosen_in(read_json(run_dir / "config.json") or {})
     status = overview.read_run(run_dir, log)
     facts = read_json(run_dir / "run.json") or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
@@ -137,7 +139,8 @@ def _read(run_dir: Path, name: str) -> Event:
         ],
         "all_samples": len(samples),
         "starts": _starts(log, is_running=status.state == "running"),
-        "settings": _settings(config),
+        "settings": _settings(config, chosen),
+        "chosen": chosen,
         "checkpoints": [_checkpoint(info) for info in infos],
         "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
         "damaged": [str(error) for error in damaged],
@@ -167,7 +170,8 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         tiles.append(("training loss", fmt.number(newest.get("loss")), note))
     if (best := log.best_eval()) is not None:
         last = [event for event in evals.values() if event["val_loss"] is not None][-1]
-        note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        bits = f"; {last['bits_per_byte']:.4f} bits/byte" if last.get("bits_per_byte") else ""
+        note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}{bits}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
@@ -178,7 +182,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
         shown = "n/a" if tokens is None else fmt.count(tokens)
         tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
-        rate, note = _median(log, "tokens_per_second"), "median step"
+        rate, note = log.typical_rate()
         if rate and newest.get("mfu") and newest.get("tokens_per_second"):
             mfu = newest["mfu"] * rate / newest["tokens_per_second"]  # proportional on one machine
             note += f"; MFU {mfu:.1%}"
@@ -188,13 +192,6 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
         tiles.append(("time", fmt.duration(log.spent_seconds()), note))
     return tiles
-
-
-def _median(log: Log, field: str) -> float | None:
-    """Return the median of a field over the current steps; None if no step has it."""
-    known = log.column(field)
-    known = known[~np.isnan(known)]
-    return float(np.median(known)) if len(known) else None
 
 
 def _sources(log: Log) -> list[tuple[str, ...]]:
@@ -245,12 +242,14 @@ def _split_sample(sample: Event, config: Config, log: Log) -> tuple[str, str]:
 
 
 def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
-    """Return (name, value of each run) of the settings in which runs differ."""
+    """Return (name, value of each run) of the settings in which runs differ because somebody chose them."""
     by_name = [{name: value for name, value, *_ in run["settings"]} for run in runs]
+    chosen = frozenset[str]().union(*(run["chosen"] for run in runs))
     return [
         (name, values)
         for name in by_name[0]
-        if len(set(values := [settings.get(name, "-") for settings in by_name])) > 1
+        if name in chosen
+        and len(set(values := [settings.get(name, "-") for settings in by_name])) > 1
     ]
 
 
@@ -281,7 +280,7 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
     verdict = _verdict(*bounds[1:], hours) if actual else "so far"
     rows.append(Forecast("time", *bounds, hours, verdict, _hours))
     if rate.get("value") is not None:
-        median = _median(log, "tokens_per_second") or 0.0
+        median = float(np.nanmedian(log.column("tokens_per_second")))
         bounds = (rate["value"], rate["low"], rate["high"])
         verdict = _verdict(*bounds[1:], median)
         rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
@@ -330,15 +329,15 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
     return starts
 
 
-def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
-    """Return (name, value, the preset's value, whether they differ) of every setting."""
+def _settings(config: Config, chosen: frozenset[str]) -> list[tuple[str, str, str, bool]]:
+    """Return (name, value, the preset's value, whether a person chose another one) of every setting."""
     plain = to_flat(preset(config.model.model, optimizer=config.optim.optimizer))
     rows = []
     for name, value in to_flat(config).items():
         usual = plain[name]
         if usual is not None and is_path(name):  # config.json has absolute paths
             usual = resolved(name, usual, paths.from_repository)
-        differs = value != usual and LEAVES[name][0] != "checkpoint"
+        differs = value != usual and name in chosen and LEAVES[name][0] != "checkpoint"
         rows.append((name, _setting(value), _setting(plain[name]), differs))
     return rows
 

@@ -14,12 +14,18 @@ import sys
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import length_hint
+from time import monotonic
+from typing import TextIO, TypeVar
+
+from gpt2lab import fmt
+
+T = TypeVar("T")
 
 BEAT_SECONDS = 4.0
-_WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
-_SILENT_SECONDS = (5.0, 30.0)  # without a line in a file: in that time, and later
+WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
 _CAPACITY = 2**20  # characters of the buffer: thousands of lines
 _PATIENCE_SECONDS = 10.0  # at the end of a run, for a reader that has stopped
 _PART = 1024  # characters written at a time: a pipe that is ready has room for 4 kB
@@ -189,11 +195,6 @@ class Console:
             self._shown = 0
 
 
-def silence_ends(silent: float, *, step_seconds: float, since_start: float) -> bool:
-    """Tell whether a log file needs a line now: after another step, the last one would be too old."""
-    return silent + step_seconds > _SILENT_SECONDS[since_start >= _WATCHED_SECONDS]
-
-
 def wrap(text: str, width: int) -> str:
     """Wrap text to `width` columns, except longer words and lines with a command."""
     lines: list[str] = []
@@ -211,25 +212,58 @@ def wrap(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def beats(
-    tell: Callable[[float], None],
-    *,
-    every: float = BEAT_SECONDS,
-    wait: Callable[[float], bool] | None = None,
-) -> Iterator[None]:
-    """Call `tell` with the seconds so far, every `every` seconds, until the block ends.
+# -- what a command is doing ------------------------------------------------------------------------------------------
 
-    `wait` sleeps for some seconds and tells whether the block has ended; tests pass their own clock.
-    """
-    ended = threading.Event()
-    wait = wait or ended.wait
+
+@dataclass(eq=False)
+class Task:
+    """Work that takes a while, and how far it is; `total` 0: nobody knows how much there is."""
+
+    what: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    began: float = field(default_factory=monotonic)
+
+    def line(self, seconds: float) -> str:
+        """Return the line after so many seconds: `validation loss: 120 of 1,000 batches, 14s left`."""
+        if self.done and self.total:
+            left = fmt.duration(seconds * (self.total / self.done - 1))
+            return f"{self.what}: {self.done:,} of {self.total:,} {self.unit}, {left} left"
+        return f"{self.what}: {seconds:.0f} s so far"
+
+
+TASKS: list[Task] = []  # of this process, the innermost last
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[Task]:
+    """Name what the block does; empty: it waits for people or prints by itself."""
+    task = Task(what)
+    TASKS.append(task)
+    try:
+        yield task
+    finally:
+        TASKS.remove(task)
+
+
+def counted(items: Iterable[T], unit: str, total: int = 0) -> Iterator[T]:
+    """Yield items, and count them in the innermost task; `total`: how many may come, if they have no length."""
+    total = total or length_hint(items)
+    for done, item in enumerate(items):
+        if TASKS:
+            TASKS[-1].done, TASKS[-1].total, TASKS[-1].unit = done, total, unit
+        yield item
+
+
+@contextlib.contextmanager
+def beats(tell: Callable[[float], None], *, every: float = BEAT_SECONDS) -> Iterator[None]:
+    """Call `tell` with the seconds so far, every `every` seconds, until the block ends."""
+    ended, began = threading.Event(), monotonic()
 
     def beat() -> None:
-        seconds = every
-        while not wait(every):
-            tell(seconds)
-            seconds += every
+        while not ended.wait(every):
+            tell(monotonic() - began)
 
     thread = threading.Thread(target=beat, name="beats", daemon=True)
     thread.start()

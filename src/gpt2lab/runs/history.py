@@ -38,6 +38,8 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
+WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
+
 _TAIL = 1 << 20  # bytes
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
 
@@ -247,6 +249,17 @@ class Log:
     def last_start(self, name: str) -> np.ndarray:
         """Return a field of all steps of the last start, in order."""
         return self._blocks.column(name)[self._attempts == self.last_attempt]
+
+    def typical_rate(self) -> tuple[float | None, str]:
+        """Return the median tokens/s of the last start's steps without its first two, and what it is of.
+
+        Those compile; and starts before may have been on another machine.
+        """
+        rates = self.last_start("tokens_per_second")
+        rates = rates[WARM_UP:] if len(rates) > WARM_UP else rates
+        rates = rates[~np.isnan(rates)]
+        of = "median step" + (" of the last start" if self.last_attempt > 1 else "")
+        return (float(np.median(rates)), of) if len(rates) else (None, of)
 
     def farthest_step(self, attempt: int) -> int | None:
         """Return the highest step that a start trained, None if it trained none."""

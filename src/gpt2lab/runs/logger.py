@@ -21,10 +21,14 @@ from typing import IO, Any
 
 from gpt2lab.errors import SaveError
 from gpt2lab.files import regular
-from gpt2lab.runs.console import Console, beats, silence_ends
+from gpt2lab.runs.console import WATCHED_SECONDS, Console, beats, doing
 from gpt2lab.runs.events import METRICS, encode_line, parse_line
 from gpt2lab.runs.folder import LOG
 
+_SILENT_SECONDS = (
+    5.0,
+    30.0,
+)  # without a line in a file: while somebody may be watching it, and later
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
 _RETRIED = (*_FULL, errno.EIO, errno.EROFS)
@@ -145,7 +149,9 @@ class MetricsLogger:
             while block := os.pread(file.fileno(), _BLOCK, file.tell()):
                 file.write(block)
 
-    def say(self, text: str, *, short: str | None = None) -> None:
+    def say(
+        self, text: str, *, short: str | None = None, on_console: bool = True, in_log: bool = True
+    ) -> None:
         """Print text and append it to log.txt; an error of either does not end a run.
 
         `short`: what a terminal shows that is too narrow for the text.
@@ -153,11 +159,13 @@ class MetricsLogger:
         if self._log is None:
             return
         with self._lock:
-            self._last_line = monotonic()
-            self._on_console(lambda console: console.print(text, short))
-            with contextlib.suppress(OSError):
-                self._log.write(text + "\n")
-                self._log.flush()
+            if on_console:
+                self._last_line = monotonic()
+                self._on_console(lambda console: console.print(text, short))
+            if in_log:
+                with contextlib.suppress(OSError):
+                    self._log.write(text + "\n")
+                    self._log.flush()
 
     def show(self, text: str) -> None:
         """Show text on a terminal until the next line; nothing elsewhere."""
@@ -168,31 +176,33 @@ class MetricsLogger:
         """Say text where no line came for long; nothing on a terminal, whose progress line rewrites itself."""
         on_terminal = self._console is not None and self._console.is_terminal
         now = monotonic()
-        silent, age = now - self._last_line, now - self._began
-        if not on_terminal and silence_ends(silent, step_seconds=step_seconds, since_start=age):
+        # After another step, the last line would be too old.
+        longest = _SILENT_SECONDS[now - self._began >= WATCHED_SECONDS]
+        if not on_terminal and now - self._last_line + step_seconds > longest:
             self.say(text)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Say what will take a while, and that it goes on: in one line of a terminal, ever more rarely in a file."""
+        """Say what will take a while, and how far it is: in one line of a terminal, ever more rarely in log.txt."""
         if self._log is None:
             yield
             return
         on_terminal = self._console is not None and self._console.is_terminal
-
         told = 0.0
 
         def tell(seconds: float) -> None:
             nonlocal told
-            line = f"{text}: {seconds:.0f} s so far"
+            line = task.line(seconds)
             if on_terminal:
                 self.show(line)
             elif seconds >= 2 * told:
                 self.say(line)
                 told = seconds
+            elif monotonic() - self._began < WATCHED_SECONDS:  # log.txt stays short
+                self.say(line, in_log=False)
 
         self.show(text) if on_terminal else self.say(text)
-        with beats(tell):
+        with doing(text) as task, beats(tell):
             yield
 
     def _on_console(self, act: Callable[[Console], None]) -> None:

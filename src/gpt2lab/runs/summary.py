@@ -33,9 +33,8 @@ def describe_run(run_dir: Path) -> str:
     rows = [*_losses(log)]
     if len(log.numbers):
         seconds = float(np.nansum(log.column("step_seconds")))
-        rate = float(np.nanmedian(log.column("tokens_per_second")))
-        spent = fmt.duration(seconds)
-        rows.append(("speed", f"{rate:,.0f} tokens/s (median step), {spent} in steps"))
+        (rate, of), spent = log.typical_rate(), fmt.duration(seconds)
+        rows.append(("speed", f"{fmt.number(rate, ',.0f')} tokens/s ({of}), {spent} in steps"))
     if samples:
         rows.append(("sample", ""))
         rows += [("", line) for line in fmt.quoted(samples[max(samples)]["text"]).splitlines()]

@@ -9,6 +9,7 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.model.lora import add_lora, merge_lora
+from gpt2lab.runs.console import doing
 from gpt2lab.runs.target import Target
 
 
@@ -17,16 +18,17 @@ def load_weights(target: Target) -> GPT:
 
     Raises: CheckpointError naming the file.
     """
-    if target.checkpoint is None:
-        return load_hf(target.folder)
-    config = target.checkpoint.config()
-    model = empty_model(config.model)
-    model.residual_dtype = config.system.residual_dtype
-    if config.tuning.lora_r:
-        add_lora(model, config.tuning)
-    load_model(target.folder, model)
-    merge_lora(model)
-    return model
+    with doing("loading the weights"):
+        if target.checkpoint is None:
+            return load_hf(target.folder)
+        config = target.checkpoint.config()
+        model = empty_model(config.model)
+        model.residual_dtype = config.system.residual_dtype
+        if config.tuning.lora_r:
+            add_lora(model, config.tuning)
+        load_model(target.folder, model)
+        merge_lora(model)
+        return model
 
 
 def load_initial(target: Target, model: GPT, runtime: Runtime) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.errors import DataError, first_line, system_errors_as
-from gpt2lab.files import is_count, open_regular, read_regular
+from gpt2lab.files import is_count, read_regular, regular
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.interface import (
     END_TOKEN,
@@ -151,7 +151,7 @@ def _require_trial(content: bytes, end_token: str | None, where: str) -> None:
         raise DataError(problem)
     with contextlib.suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)
-        with open_regular(passed, "ab", os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+        with open(passed, "ab", opener=regular) as file:
             file.write(f"{digest}\n".encode())
 
 

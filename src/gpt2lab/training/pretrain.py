@@ -46,6 +46,7 @@ from gpt2lab.model import attention_backend, rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import history, summary
+from gpt2lab.runs.console import doing
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
@@ -319,7 +320,8 @@ def _train(
     )
     peak = _peak_flops(runtime, planner)
     services = _Services(folder, logger, heartbeat, signals, extensions, began, peak)
-    with contextlib.closing(logger), contextlib.closing(heartbeat):
+    # From here on the logger says what goes on.
+    with doing(""), contextlib.closing(logger), contextlib.closing(heartbeat):
         try:
             if folder:
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
@@ -377,7 +379,7 @@ def _open_session(components: Components, services: _Services) -> Session:
         services.logger,
         control,
         services.heartbeat,
-        clock=_open_clock(components, folder, services.began),
+        clock=_open_clock(components, services),
         on_gradients_ready=services.extensions.updating,
         peak_flops=services.peak_flops,
     )
@@ -427,18 +429,19 @@ def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -
             logger.event("stop", step, reason=report, checkpoint=None)
 
 
-def _open_clock(components: Components, folder: RunFolder | None, began: float) -> RunClock:
+def _open_clock(components: Components, services: _Services) -> RunClock:
     """Return the clock of this start; only rank 0's is shown."""
-    start = components.start
+    start, folder = components.start, services.folder
     clock = RunClock(
         start.config,
         last_step=start.plan.max_steps,
-        began=began,
+        began=services.began,
         expected_seconds=read_forecast(start.run_dir).most_seconds if folder else None,
     )
     if start.checkpoint is not None and folder:
         saved = saved_environment(start)
         clock.take_over(start.run_dir, same_hardware=components.facts["environment"] == saved)
+        services.logger.say(clock.describe_left(components.state.step))
     return clock
 
 

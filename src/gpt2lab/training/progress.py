@@ -21,15 +21,18 @@ from gpt2lab import fmt
 from gpt2lab.config.derived import count_due, frequencies
 from gpt2lab.config.schema import Config
 from gpt2lab.runs import history
+from gpt2lab.runs.history import WARM_UP
 
 Z80 = 1.2816  # standard deviations to either side that hold 80 % of a normal distribution
 
 _LINE_EVERY = 60.0  # seconds between progress lines
 
-WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 _WINDOW_SECONDS, _FEWEST_STEPS, MOST_STEPS = 600.0, 200, 3000  # steps whose pace counts
 _OUTLIER = 5.0  # a step longer than this many medians counts as that many: stalls set no pace
-_OWN_PACE_FROM = 20  # own steps that replace an earlier start's pace
+_OWN_PACE_FROM = (
+    20  # own steps that replace an earlier start's pace where it differs by more than the following
+)
+_SAME_PACE = 1.15
 _DRIFT = 0.01  # relative drift of a pace
 _UNKNOWN = 0.3  # relative error of a pace of very few steps
 _EVENTS_COUNT = 10  # newest events of a kind that count
@@ -81,7 +84,7 @@ class Progress:
         self._pace: Interval | None = None
 
     def inherit(self, steps: Sequence[float], events: Sequence[tuple[str, float]]) -> None:
-        """Use the times of an earlier start on the same hardware until this one has a pace of its own."""
+        """Use the times of an earlier start on the same hardware, unless this one turns out faster or slower."""
         self._inherited = list(steps)[WARM_UP:][-MOST_STEPS:]
         for kind, seconds in events:
             self.record_event(kind, seconds)
@@ -147,8 +150,11 @@ class Progress:
         )
 
     def _measure_pace(self) -> Interval | None:
-        mine = len(self._steps) >= _OWN_PACE_FROM
-        steps = _recent(self._steps if mine else [*self._inherited, *self._steps])
+        if self._inherited and len(self._steps) >= _OWN_PACE_FROM:
+            change = statistics.median(self._steps) / statistics.median(self._inherited)
+            if not 1 / _SAME_PACE < change < _SAME_PACE:
+                self._inherited = []
+        steps = _recent([*self._inherited, *self._steps])
         if not steps:
             return None
         ceiling = _OUTLIER * statistics.median(steps)
@@ -236,6 +242,16 @@ class RunClock:
                 log.column("step_seconds")[-MOST_STEPS - WARM_UP :].tolist(),
                 [(event["event"], history.stall_of(event) or 0.0) for event in others],
             )
+
+    def describe_left(self, step: int) -> str:
+        """Return the time that is left at a resume, and what it is measured from."""
+        left = self.progress.remaining_interval(step)
+        if left is None:
+            return "time left      n/a before this start's first steps: no earlier ones on this hardware"
+        span = " ... ".join(map(fmt.duration, (left.low, left.high)))
+        return (
+            f"time left      {fmt.duration(left.value)} ({span}, 80 %), from earlier starts' steps"
+        )
 
     def elapsed(self) -> float:
         """Return the seconds of this start so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -16,7 +17,7 @@ from gpt2lab.config.settings import record
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import Mixture
 from gpt2lab.distributed.compilation import compiled_so_far
-from gpt2lab.optim.schedule import muon_scale
+from gpt2lab.optim.schedule import describe_rates, muon_scale
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
@@ -198,31 +199,54 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
 
-def _describe_start(components: Components, logger: MetricsLogger) -> None:
-    start, plan, step = components.start, components.start.plan, components.state.step
-    logger.say(f"run            {paths.display_path(start.run_dir)} (start {start.attempt})")
-    logger.say(f"data           {start.describe_data()}")
+def _summary(components: Components) -> str:
+    """Return a start in five plain lines; the forecast is the sixth."""
+    start, plan, model = components.start, components.start.plan, components.start.config.model
+    environment, ranks = components.facts["environment"], plan.batch.world_size
+    rows = {
+        "run": f"{paths.display_path(start.run_dir)} (start {start.attempt}), checkpoints of "
+        f"{fmt.num_bytes(plan.checkpoint_bytes)}, {fmt.num_bytes(plan.disk_bytes)} of disk at most",
+        "model": f"{model.model}: {plan.parameters:,} parameters, context {model.context_length}",
+        "data": start.describe_data().partition(" (")[0],
+        "batch": f"{plan.batch.tokens:,} tokens a step, {plan.batch.micro_batch} sequences at a time"
+        f"{f' on each of {ranks} processes' if ranks > 1 else ''}, {environment['dtype']} on {environment['device']}",
+        "schedule": f"{plan.max_steps:,} steps, {plan.tokens:,} tokens, {plan.epochs:.2f} epochs; "
+        f"learning rate {describe_rates(start.config.optim)}",
+    }
+    return "\n".join(f"{name:<14} {text}" for name, text in rows.items())
+
+
+def _details(components: Components) -> Iterator[str]:
+    """Yield all that is known of a start, for log.txt and --verbose."""
+    start, plan = components.start, components.start.plan
+    yield f"run            {paths.display_path(start.run_dir)} (start {start.attempt})"
+    yield f"data           {start.describe_data()}"
     for line in start.describe_sources():
-        logger.say(f"source         {line}")
+        yield f"source         {line}"
     if start.initial is not None:
         source = paths.display_path(start.initial.target.folder)
-        logger.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
-    logger.say(describe_plan(plan, start.config))
+        yield f"begins with    {source}, sha256 {start.initial.sha256[:12]}"
+    yield describe_plan(plan, start.config)
     trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)
     if trained < plan.parameters:
-        logger.say(f"trains         {trained:,} parameters; the others are frozen")
+        yield f"trains         {trained:,} parameters; the others are frozen"
     environment = dict(components.facts["environment"])
     if not start.config.system.deterministic:  # a CPU is so without being asked
         environment.pop("deterministic")
     environment |= {name: os.environ[name] for name in WAITING if name in os.environ}
     facts = ", ".join(f"{name} {value}" for name, value in environment.items())
-    logger.say(f"runs on        {facts}")
+    yield f"runs on        {facts}"
     if components.runtime.runs_ahead:
         why = components.host_decides
-        logger.say(
-            "steps          "
-            + ("pipelined" if why is None else f"one by one: the host decides on updates ({why})")
-        )
+        how = "pipelined" if why is None else f"one by one: the host decides on updates ({why})"
+        yield f"steps          {how}"
+
+
+def _describe_start(components: Components, logger: MetricsLogger) -> None:
+    start, plan, step = components.start, components.start.plan, components.state.step
+    verbose = start.config.log.verbose
+    logger.say(_summary(components), on_console=not verbose, in_log=False)
+    logger.say("\n".join(_details(components)), on_console=verbose)
     for name, change in start.changes.items():
         logger.say(f"changed        {name}: {describe_change(name, change)}")
     logger.event(

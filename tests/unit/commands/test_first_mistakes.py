@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch
 from corpora import write_jsonl
@@ -106,6 +108,10 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monke
 
 # -- before torch ----------------------------------------------------------------------------------------------------
 
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
+)
 _TELLS_OF_TORCH = """
 import atexit, sys
 atexit.register(lambda: print("torch" in sys.modules))
@@ -121,6 +127,7 @@ atexit.register(lambda: print("torch" in sys.modules))
         ["--n_embd=1000000"],
         ["--run_name=tny", "--resume=latest"],
         ["--import_checkpoint=nosuch.pt"],
+        pytest.param(["--device=cuda"], marks=needs_no_gpu),
     ],
 )
 def test_a_rejection_does_not_wait_for_torch(flags, typed, tmp_path):
@@ -132,6 +139,21 @@ def test_a_rejection_does_not_wait_for_torch(flags, typed, tmp_path):
         text=True,
         timeout=launch.HANG_SECONDS,
     )
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        pytest.param("--device=cuda", marks=needs_no_gpu),
+        pytest.param("--tasks=piqa,piqua", marks=needs_lm_eval),
+    ],
+)
+def test_nor_does_one_of_a_device_or_a_task_that_is_not_there(typed, tiny_run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
+    run = tiny_run(max_steps=1)
+    words = ["evaluate", run.path.name, "--checkpoint_dir", str(run.path.parent), typed]
+    done = launch.python(launch.MAIN, *words, PYTHONPATH=f"{tmp_path}:{TRAIN.parent}")
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
@@ -359,7 +381,8 @@ def test_a_name_on_the_hub_fails_fast_offline(script, words, monkeypatch):
         text=True,
         timeout=launch.HANG_SECONDS,
     )
-    line = line_of(launch.Done(done.returncode, done.stdout, done.stderr))
+    stderr = launch.without_progress(done.stderr)
+    line = line_of(launch.Done(done.returncode, done.stdout, stderr))
     assert line.startswith("error: hf:nosuch/nosuch: ")
     assert "the Hugging Face Hub cannot be reached" in line
     assert "Retrying" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -153,16 +154,23 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
 
 def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     prompt = completer(folder).encode("The ")
-    three = completer(folder).complete(prompt, num_samples=3)
+    three = list(completer(folder).complete(prompt, num_samples=3))
     assert [found.text for found in three[:2]] == [
         found.text for found in completer(folder).complete(prompt, num_samples=2)
     ]
     assert len({found.text for found in three}) == 3
     other = completer(folder, seed=2)
-    assert other.complete(prompt)[0].text != three[0].text
-    assert other.complete(prompt, number=1)[0].text != other.complete(prompt)[0].text
+    assert next(other.complete(prompt)).text != three[0].text
+    assert next(other.complete(prompt, number=1)).text != next(other.complete(prompt)).text
     for place, found in enumerate(three):
         assert "".join(other_stream(folder, prompt, place)) == found.text
+
+
+def test_a_billion_texts_come_one_batch_after_the_other(folder):
+    many = completer(folder)
+    found = list(itertools.islice(many.complete([1], num_samples=10**9), 20))
+    assert many.tokens == 2 * 16 * many.style.max_new_tokens
+    assert len({one.text for one in found}) == 20
 
 
 def other_stream(folder: Path, prompt: list[int], place: int) -> list[str]:
@@ -218,7 +226,7 @@ def test_the_benchmark_times_both_ways():
 def test_the_command_prints_prompt_and_text_and_the_speed(folder, monkeypatch):
     argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
     expected = completer(folder, max_new_tokens=5, seed=1337)
-    found = expected.complete(expected.encode("The "), num_samples=2)
+    found = list(expected.complete(expected.encode("The "), num_samples=2))
     texts = [f"The {one.text}" for one in found]
     assert ask("sample.py", *argv, folder=folder) == f"{texts[0]}\n"
     assert ask("sample.py", *argv, "--num_samples=2", folder=folder) == "".join(
@@ -226,7 +234,7 @@ def test_the_command_prints_prompt_and_text_and_the_speed(folder, monkeypatch):
     )
     assert expected.describe_speed().startswith("10 tokens in ")
     expected.style = SamplingParams(**{**vars(expected.style), "max_new_tokens": 60})
-    expected.complete([1])
+    next(expected.complete([1]))
     assert expected.describe_speed().endswith("beyond 48 tokens dropped their oldest half")
 
 
@@ -235,7 +243,7 @@ def test_interactive_continues_line_by_line_and_survives_a_long_one(folder):
     argv = ("hf", "--interactive", "--max_new_tokens=4", "--temperature=0", "--device=cpu")
     greedy = completer(folder, max_new_tokens=4, temperature=0.0)
     expected = [
-        f"{prompt}{greedy.complete(greedy.encode(prompt))[0].text}\n" for prompt in ("The", "A")
+        f"{prompt}{next(greedy.complete(greedy.encode(prompt))).text}\n" for prompt in ("The", "A")
     ]
     assert ask("sample.py", *argv, folder=folder, stdin=lines) == "".join(expected)
 

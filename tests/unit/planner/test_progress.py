@@ -66,6 +66,11 @@ def test_a_resumed_start_goes_on_with_the_pace_before_until_it_has_its_own():
     resumed.inherit([1.0] * 300, [("eval", 5.0)])
     assert seconds_left(resumed, 300) == pytest.approx(before)
     for _ in range(30):
+        resumed.record_step(1.05)
+    assert 1.0 < (resumed.step_seconds() or 0.0) < 1.01, "the same pace: both starts count"
+    resumed = Progress(last_step=1000, frequencies={"eval": 100})
+    resumed.inherit([1.0] * 300, [("eval", 5.0)])
+    for _ in range(30):
         resumed.record_step(2.0)
     assert resumed.step_seconds() == pytest.approx(2.0), "other hardware shows itself"
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import launch
+from gpt2lab.report import curves
 from gpt2lab.report.charts import Scale
 from gpt2lab.report.page import render
 from gpt2lab.runs.history import warn_once
@@ -172,7 +173,8 @@ def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
 def test_several_runs_share_a_page(run_dir, tmp_path):
     other = Path(shutil.copytree(run_dir, tmp_path / "elsewhere" / "r"))
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"seed": 7, "weight_decay": 0.5}))
+    config |= {"seed": 7, "weight_decay": 0.5, "chosen": [*config["chosen"], "weight_decay"]}
+    (other / "config.json").write_text(json.dumps(config))
     begun = Path(shutil.copytree(run_dir, tmp_path / "begun"))
     lines = (begun / "metrics.jsonl").read_text().splitlines(keepends=True)
     (begun / "metrics.jsonl").write_text(lines[0])
@@ -184,7 +186,9 @@ def test_several_runs_share_a_page(run_dir, tmp_path):
     assert "3 runs" in text
     names = [str(folder) for folder in (run_dir, begun, other)]  # two are called r
     assert all(f">{name}</a>" in page for name in names)
-    assert re.search(r"weight_decay 0\.1 0\.1 0\.5", text.partition("Settings that differ")[2])
+    differing = text.partition("Settings that differ")[2].partition("settings of the last")[0]
+    assert re.search(r"weight_decay 0\.1 0\.1 0\.5", differing)
+    assert "seed 1337" not in differing, "nobody chose it"
     series = hovers(page)[0]["series"]
     assert [one["name"].partition(",")[0] for one in series] == [names[0]] * 2 + [names[2]] * 2
     assert [one["colour"] for one in series] == ["c0", "c0", "c1", "c1"]
@@ -192,6 +196,26 @@ def test_several_runs_share_a_page(run_dir, tmp_path):
     ids = re.findall(r' id="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]*)"', page)) <= set(ids)
+
+
+@pytest.mark.parametrize(("has_bytes", "unit"), [(True, "bits/byte"), (False, "not comparable")])
+def test_losses_of_different_tokenizers_are_drawn_by_the_byte(run_dir, has_bytes, unit):
+    other = Path(shutil.copytree(run_dir, run_dir.with_name("other")))
+    facts = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps(facts | {"tokenizer": {"name": "characters"}}))
+    for folder, per_nat in ((run_dir, 0.5), (other, 2.0)):
+        append(folder, event="eval", val_loss=4.0, val_loss_se=0.4, bits_per_byte=4.0 * per_nat)
+        if not has_bytes:
+            log = (folder / "metrics.jsonl").read_text()
+            (folder / "metrics.jsonl").write_text(log.replace("bits_per_byte", "unknown"))
+    panel = curves.panels_of([curves.read_curves(folder) for folder in (run_dir, other)])[0]
+    assert unit in panel.title
+    shown = [
+        (line.curve.y[-1], line.curve.error[-1])
+        for line in panel.lines
+        if line.curve.error is not None
+    ]
+    assert shown == ([(2.0, 0.2), (8.0, 0.8)] if has_bytes else [(4.0, 0.4)] * 2)
 
 
 def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir):
@@ -480,6 +504,8 @@ found.broken = [...document.querySelectorAll("td, th, .tile b")].filter((e) => s
     range.selectNodeContents(e);
     return new Set([...range.getClientRects()].map((r) => Math.round(r.top))).size > 1;
   }).map((e) => e.textContent);
+found.cut = [...document.querySelectorAll(".forecast")].map((e) => e.parentElement).filter((e) =>
+  e.scrollWidth > e.clientWidth).length;
 found.scrolls = [...document.querySelectorAll(".scroll")].filter((e) => e.scrollWidth > e.clientWidth).length;
 const labels = (svg, kind) => [...svg.querySelectorAll(kind)].map(box);
 found.overlaps = [];
@@ -561,6 +587,7 @@ def test_the_page_is_readable_at_every_width_in_both_schemes(
     assert found["outside"] == []
     assert found["broken"] == []
     assert found["overlaps"] == []
+    assert found["cut"] == 0  # the verdicts of the forecast
     assert found["scrolls"] >= (1 if width < 1280 else 0)
     first, middle, last = found["tips"]
     assert first["text"].startswith("step 1\n")

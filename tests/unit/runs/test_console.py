@@ -13,13 +13,16 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from gpt2lab.runs.console import Console, beats, finish_stderr, never_wait_for_stderr, wrap
+from gpt2lab.commands import entry
+from gpt2lab.runs import console
+from gpt2lab.runs.console import Console, finish_stderr, never_wait_for_stderr, wrap
 from gpt2lab.runs.logger import MetricsLogger
-from launch import REPOSITORY, TRAIN
+from launch import HANG_SECONDS, REPOSITORY, TRAIN
 from whole_run import Run
 
 
@@ -38,26 +41,48 @@ def on_terminal(command: list[str], *, columns: int) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
-def clock(beats_before_the_end: int) -> Iterator[bool]:
-    yield from [False] * beats_before_the_end
-    yield True
+def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(entry, "_LOOK_SECONDS", 0.001)
+
+    def hear(pattern: str) -> None:
+        said, deadline = "", time.monotonic() + HANG_SECONDS
+        while not re.search(pattern, said, re.MULTILINE):
+            assert time.monotonic() < deadline, said
+            said = capsys.readouterr().err
+
+    with entry.never_silent():
+        hear(r"^working: \d+ s so far$")
+        with console.doing("evaluating"):
+            hear(r"^evaluating: \d+ s so far$")
+            for number in console.counted(range(3), "batches"):
+                hear(rf"^evaluating: {number} of 3 batches, .* left$" if number else "^evaluating")
+            for _ in console.counted(iter("ab"), "tokens", 1_000):
+                pass
+            hear(r"^evaluating: 1 of 1,000 tokens, .* left$")
+        with console.doing(""), console.doing("nothing that anybody hears"):
+            time.sleep(0.05)
+    assert "anybody" not in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with entry.never_silent():
+        assert "beats" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_long_work_beats_until_it_ends(count):
-    ticks, told, slept = clock(count), [], []
-
-    def wait(seconds: float) -> bool:
-        slept.append(seconds)
-        return next(ticks)
-
-    with beats(told.append, every=4.0, wait=wait):
-        pass  # ends at once; the clock decides how long it took
-    assert told == [4.0 * (number + 1) for number in range(count)]
-    assert slept == [4.0] * (count + 1)
+def test_on_a_terminal_it_is_one_line_that_goes_when_something_is_printed():
+    program = "import time; from gpt2lab.commands import entry; from gpt2lab.runs import console; "
+    program += (
+        "console.BEAT_SECONDS = 0.0; entry.run(lambda argv: time.sleep(2) or print('done') or 0)"
+    )
+    shown = on_terminal([sys.executable, "-c", program], columns=80)
+    *_, last = shown.split("\n")[:-1]
+    assert re.search(r"\rworking: 1 s so far", shown)
+    assert shown.count("\n") == 1
+    assert last.rpartition("\r")[2] == "done"
 
 
-def test_in_a_file_long_work_is_plain_lines_ever_more_rarely(tmp_path, monkeypatch, capsys):
+def test_in_a_file_long_work_is_plain_lines_and_in_the_log_ever_more_rarely(
+    tmp_path, monkeypatch, capsys
+):
     @contextlib.contextmanager
     def for_a_minute(tell: object) -> Iterator[None]:
         assert callable(tell)
@@ -71,13 +96,16 @@ def test_in_a_file_long_work_is_plain_lines_ever_more_rarely(tmp_path, monkeypat
         logger.show("only for a terminal")
     logger.say("compiled")
     logger.close()
-    lines = [
-        "compiling the step, about 40s",
-        *(f"compiling the step, about 40s: {seconds} s so far" for seconds in (4, 8, 16, 32)),
-        "compiled",
-    ]
-    assert capsys.readouterr().out.splitlines() == lines
-    assert (tmp_path / "log.txt").read_text().splitlines() == lines
+    shown, log = (
+        [
+            "compiling the step, about 40s",
+            *(f"compiling the step, about 40s: {seconds} s so far" for seconds in told),
+            "compiled",
+        ]
+        for told in (range(4, 61, 4), (4, 8, 16, 32))
+    )
+    assert capsys.readouterr().out.splitlines() == shown
+    assert (tmp_path / "log.txt").read_text().splitlines() == log
 
 
 class Pipe:

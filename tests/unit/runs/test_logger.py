@@ -226,6 +226,13 @@ def test_current_keeps_the_highest_attempt_of_a_step():
     assert history.Log.of([]).last_attempt == 0
 
 
+def test_the_speed_of_a_run_is_that_of_its_last_start_without_what_compiles():
+    rates = [(1, 900.0)] * 8 + [(2, rate) for rate in (1.0, 2.0, 50.0, 60.0, 70.0)]
+    steps = [event("step", n, of, tokens_per_second=rate) for n, (of, rate) in enumerate(rates, 1)]
+    assert history.Log.of(steps).typical_rate()[0] == 60.0
+    assert history.Log.of(steps[:2]).typical_rate()[0] == 900.0
+
+
 def test_run_without_metrics_has_no_events(tmp_path):
     assert history.read_events(tmp_path) == []
 
@@ -244,7 +251,7 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
 
 
 def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys):
-    pretrain(parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
+    pretrain(parse([*tiny_flags, "--max_steps=3", "--log_freq=2", "--verbose"]))
     shown = capsys.readouterr()
     assert (tmp_path / "runs" / "tiny" / "log.txt").read_text() == shown.out
     assert "step 2/3 |" in shown.out

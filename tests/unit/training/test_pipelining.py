@@ -223,7 +223,7 @@ def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
 def test_two_ranks_decide_alike(both, parallel):
     """Also where one of them alone has a gradient that is not finite."""
     for run, pipelined in zip(both.runs, "01", strict=True):
-        flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4"]
+        flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4", "--verbose"]
         flags += [f"--parallel={parallel}", "--optimizer=normuon"]  # and AdamW of what it leaves
         done = launch.train_in_forks(
             flags,

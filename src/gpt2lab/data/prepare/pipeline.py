@@ -305,7 +305,7 @@ class _Runner:
     def __call__(self, tasks: Sequence[Task], folder: Path) -> list[Finished]:
         """Run the tasks below `folder`; those that are finished are only read."""
         drop_unfinished(folder)
-        often = 0.1 if sys.stderr.isatty() else 60.0  # seconds: a log needs few lines
+        often = 0.1 if sys.stderr.isatty() else 4.0  # seconds
         with tqdm(total=self._expected, unit="tok", unit_scale=True, mininterval=often) as bar:
 
             def on_tokens(count: int) -> None:
