@@ -8,9 +8,10 @@ those of small extrapolated: see docs/modern.md.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from gpt2lab.config.schema import Config, ModelName
+from gpt2lab.config.schema import Config, ModelName, OptimConfig
 from gpt2lab.config.settings import override
 
 _SMALL: dict[str, Any] = {
@@ -67,21 +68,36 @@ _MODERN_RATES: dict[ModelName, dict[str, float]] = {
     "modern-mini": {"max_lr": 1e-2, "muon_lr": 6e-3},
 }
 
-PRESETS: dict[ModelName, dict[str, Any]] = _GPT2 | {
-    name: _GPT2[twin] | _MODERN | _MODERN_RATES[name] for name, twin in _TWINS.items()
+# modded-nanogpt's records/track_3_optimization/train_gpt_simple.py: see docs/modern.md.
+_SPEEDRUN: dict[str, Any] = {
+    **{"n_layer": 12, "n_head": 6, "n_embd": 768, "max_steps": 3250, "shuffle": "none"},
+    **{"positions": "half_rotary", "norm": "rmsnorm", "norm_eps": 2**-23, "embedding_norm": "on"},
+    **{"qk_norm": "gainless", "attention_scale": 0.12, "activation": "relu2"},
+    **{"head": "untied", "logit_cap": 15.0, "weight_init": "fan_in"},
+    **{"optimizer": "muon", "muon_adjust_lr": "original", "newton_schulz": "exact"},
+    **{"max_lr": 0.025, "embedding_lr": 0.7, "head_lr": 0.004, "vector_lr": 0.015, "min_lr": 0.0},
+    **{"lr_schedule": "trapezoid", "wsd_decay": 0.7, "warmup_steps": 0, "grad_clip": 0.0},
+    **{"weight_decay": 0.05, "adamw_decay": 0.001, "beta1": 0.8, "beta2": 0.95},
+    "adam_eps": 1e-10 / 524_288,  # there gradients are sums over the tokens of a step
 }
 
 RATES = ("max_lr", "muon_lr")  # the peak rates, which suit the size of a model
+PRESETS: dict[ModelName, dict[str, Any]] = (
+    _GPT2
+    | {name: _GPT2[twin] | _MODERN | _MODERN_RATES[name] for name, twin in _TWINS.items()}
+    | {"speedrun": _SPEEDRUN}
+)
+_OF_OPTIMIZERS = {field.name for field in fields(OptimConfig)} - {"optimizer"}
 
 
 def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = None) -> Config:
     """Return `config` (default: the defaults) with the preset's settings in place.
 
-    `optimizer`: what is set besides. The rate of a modern preset is for the weights that Muon leaves to AdamW; AdamW
-    for all weights gets the rate of the GPT-2 preset of the same shape.
+    `optimizer`: what is set besides. What a modern preset sets of the optimizer is for Muon and the weights that it
+    leaves; AdamW for all weights gets the settings of the GPT-2 preset of the same shape.
     """
     values: dict[str, Any] = {"model": name, **PRESETS[name]}
     if optimizer == "adamw" and "optimizer" in values:
-        twin = preset(_TWINS[name])
-        values |= {"max_lr": twin.optim.max_lr, "muon_lr": None}
+        plain = preset(_TWINS.get(name, "gpt2")).optim
+        values |= {name: getattr(plain, name) for name in _OF_OPTIMIZERS & values.keys()}
     return override(config or Config(), values)

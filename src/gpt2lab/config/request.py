@@ -173,8 +173,8 @@ def fill_in(config: Config, max_steps: int) -> Config:
 
 
 def follow_peak(config: Config, chosen: Collection[str]) -> Config:
-    """Return the settings of a resume whose floor follows the peak, unless the floor was chosen."""
-    if "min_lr" in chosen:
+    """Return the settings of a resume whose floor follows the peak, unless it was chosen, or the preset has one."""
+    if "min_lr" in {*chosen, *PRESETS[config.model.model]}:
         return config
     min_lr = default_min_lr(config.optim.max_lr)
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, min_lr=min_lr))

@@ -24,6 +24,7 @@ ModelName = Literal[
     "modern-nano",
     "modern-micro",
     "modern-mini",
+    "speedrun",
 ]
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
@@ -88,17 +89,31 @@ class ModelConfig:
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
     )
-    positions: Literal["learned", "rotary"] = fixed(
-        "learned", "learned: GPT-2's position embeddings; rotary: rotary position embeddings (RoPE)"
+    positions: Literal["learned", "rotary", "half_rotary"] = fixed(
+        "learned",
+        "learned: GPT-2's position embeddings; rotary: rotary position embeddings (RoPE); half_rotary: RoPE of half of "
+        "a head's channel pairs, base 1024",
     )
     norm: Literal["layernorm", "rmsnorm"] = fixed(
         "layernorm", "layernorm: with bias, as GPT-2; rmsnorm: RMSNorm without bias"
     )
-    qk_norm: Literal["none", "rmsnorm"] = fixed(
-        "none", "rmsnorm: normalize queries and keys in each head"
+    norm_eps: float = fixed(1e-5, "what a norm adds to the mean square", above=0, most=1)
+    embedding_norm: Literal["off", "on"] = fixed("off", "on: a norm before the first block too")
+    qk_norm: Literal["none", "rmsnorm", "gainless"] = fixed(
+        "none",
+        "rmsnorm: normalize queries and keys in each head; gainless: the same without a learned gain",
+    )
+    attention_scale: float | None = fixed(
+        None, "factor of the attention scores; default 1 / sqrt(head width)", above=0
     )
     activation: Literal["gelu", "relu2"] = fixed(
         "gelu", "activation of the MLP; relu2 = ReLU squared"
+    )
+    head: Literal["tied", "untied"] = fixed(
+        "tied", "tied: the token embedding is the head; untied: the head has a matrix and a bias"
+    )
+    logit_cap: float = fixed(
+        0.0, "soft cap c of the logits, c x / sqrt(x^2 + c^2); 0 = none", least=0
     )
 
     @property
@@ -111,6 +126,11 @@ class ModelConfig:
 class InitConfig:
     """Which weights a fresh run starts with."""
 
+    weight_init: Literal["gpt2", "fan_in"] = fixed(
+        "gpt2",
+        "distribution of random weights; fan_in: N(0, 1) for the embedding, 0 for projections and an untied head, "
+        "variance 0.33 / fan-in for other matrices",
+    )
     init_from: str | None = fixed(
         None,
         "start from the weights and architecture of a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
@@ -176,19 +196,50 @@ class OptimConfig:
         "muon and normuon: peak learning rate of their matrices, scaled to match AdamW; default max_lr",
         above=0,
     )
+    embedding_lr: float | None = guarded(
+        None, "AdamW's peak learning rate of the embeddings; default max_lr", above=0
+    )
+    head_lr: float | None = guarded(
+        None, "AdamW's peak learning rate of an untied head; default max_lr", above=0
+    )
+    vector_lr: float | None = guarded(
+        None, "AdamW's peak learning rate of biases and norms; default max_lr", above=0
+    )
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = guarded(
+        "match_rms_adamw",
+        "factor of Muon's updates of (r, c): 0.2 sqrt(max(r, c)), or the original sqrt(max(1, r / c))",
+    )
+    newton_schulz: Literal["fast", "exact"] = guarded(
+        "fast",
+        "Muon's iterations: 5 of (3.4445, -4.775, 2.0315), or 12 of (2, -1.5, 0.5), which converge to 1",
+    )
     min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10", least=0)
     warmup_steps: int | None = guarded(
         None, "linear warm-up steps; default 715 or a tenth of the run, whichever is less", least=0
     )
-    lr_schedule: Literal["cosine", "linear", "wsd"] = guarded("cosine", "decay after warm-up")
+    lr_schedule: Literal["cosine", "linear", "wsd", "trapezoid"] = guarded(
+        "cosine", "decay after warm-up; trapezoid: wsd that reaches min_lr one step after the last"
+    )
     wsd_decay: float = guarded(
-        0.2, "wsd only: fraction of the run, at its end, in which the rate decays linearly"
+        0.2,
+        "wsd and trapezoid: fraction of the run, at its end, in which the rate decays linearly",
     )
     weight_decay: float = guarded(
         0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0
     )
+    adamw_decay: float | None = guarded(
+        None,
+        "muon and normuon: weight decay of all that AdamW trains, biases and norms too; default weight_decay without "
+        "these",
+        least=0,
+    )
     beta1: float = guarded(0.9, "AdamW's decay of the mean gradient", least=0)
     beta2: float = guarded(0.95, "AdamW's decay of the mean squared gradient", least=0)
+    adam_eps: float = guarded(
+        1e-8,
+        "added to the root of AdamW's mean squared gradient; gradients are means over tokens",
+        above=0,
+    )
     grad_clip: float = guarded(1.0, "clip the gradient to this L2 norm; 0 = no clipping", least=0)
     on_spike: Literal["warn", "skip", "rewind"] = guarded(
         "warn",

@@ -277,8 +277,16 @@ def find_problems(config: Config) -> list[str]:
         ),
         (rest, f"n_embd {n_embd} is not a multiple of n_head {n_head}"),
         (
-            flat["positions"] != "learned" and head_size % 2,
+            flat["positions"] == "rotary" and head_size % 2,
             f"positions rotary: n_embd {n_embd} / n_head {n_head} must be even",
+        ),
+        (
+            flat["positions"] == "half_rotary" and head_size % 4,
+            f"positions half_rotary: n_embd {n_embd} / n_head {n_head} must be a multiple of 4",
+        ),
+        (
+            flat["head_lr"] is not None and flat["head"] == "tied",
+            f"head_lr {flat['head_lr']}: a tied head is the embedding; use --head untied or --embedding_lr",
         ),
         (
             histograms > 0 and not flat["use_tensorboard"],

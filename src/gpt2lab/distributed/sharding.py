@@ -288,7 +288,8 @@ class ShardedMuon(Muon):
                 [chunk for i in range(len(mine)) for chunk in by_rank[i :: len(mine)]]
             )
             del message, by_rank  # a third of the memory at the peak
-            updates = orthogonalize(stack.view(-1, rows, columns)).flatten()
+            how = self.param_groups[0]["newton_schulz"]
+            updates = orthogonalize(stack.view(-1, rows, columns), how).flatten()
             by_matrix = torch.split(updates, [numbers(p, r) for p in mine for r in ranks])
             message = torch.cat([chunk for r in ranks for chunk in by_matrix[r::world_size]])
         message = exchange(message, to_owners, to_me).to(self._held(parameters[0]).device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab.config.request import RunRequest
@@ -57,15 +58,22 @@ class FineTuning:
         elif idle := sorted({"lora_alpha", "lora_targets"} & request.typed):
             raise ConfigError(f"--{idle[0]} needs --lora_r N: without it all weights are trained")
         matrices = optim.max_lr if optim.muon_lr is None else optim.muon_lr
+        if (
+            optim.has_muon and optim.muon_adjust_lr == "original"
+        ):  # to AdamW's scale, as Muon's own default
+            matrices /= 0.2 * math.sqrt(config.model.n_embd)
+        own = ("muon_lr", "embedding_lr", "head_lr", "vector_lr")
+        rates = {name: rate for name in own if (rate := getattr(optim, name)) is not None}
         rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
         values: dict[str, Any] = {
             "shuffle": "windows",
             "max_lr": _part(matrices, 0.5) if tuning.lora_r else _part(optim.max_lr, 0.1),
-            "muon_lr": None if optim.muon_lr is None else _part(optim.muon_lr, 0.1),
+            **{name: _part(rate, 0.1) for name, rate in rates.items()},
             "optimizer": "adamw" if tuning.lora_r else optim.optimizer,
             "total_batch_size": rows * T,
             "mini_batch_size": min(rows, config.batch.mini_batch_size),
             "weight_decay": 0.0,
+            "adamw_decay": None,
             "eval_freq": 50,
             "sample_freq": 50,
             "checkpoint_freq": 50,

@@ -16,34 +16,37 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .configuration_gpt2lab import GPT2LabConfig
 
-EPS = 1e-5
-
 
 class GPT2LabRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times a gain, in fp32; the result has the dtype of x."""
+    """x / sqrt(mean(x^2) + eps), times a gain if there is one, in fp32; the result has the dtype of x."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float, *, has_gain: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(width)) if has_gain else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., width) to the same shape."""
         y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)
-        return (y * self.weight.float()).type_as(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y if self.weight is None else y * self.weight.float()).type_as(x)
 
 
 def build_norm(config: GPT2LabConfig) -> nn.Module:
     """Return a norm of the residual stream."""
     if config.norm == "rmsnorm":
-        return GPT2LabRMSNorm(config.n_embd)
-    return nn.LayerNorm(config.n_embd, eps=EPS)
+        return GPT2LabRMSNorm(config.n_embd, config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps)
 
 
-def rotary_angles(position_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def rotary_angles(position_ids: Tensor, config: GPT2LabConfig) -> tuple[Tensor, Tensor]:
     """Return cosine and sine, (B, 1, T, D/2) fp32 each, by which positions (B, T) turn the channel pairs of a head."""
-    pairs = torch.arange(0, width, 2, device=position_ids.device) / width
-    angles = (position_ids[..., None] * 10_000.0**-pairs)[:, None]
+    width, device = config.n_embd // config.n_head, position_ids.device
+    if config.positions == "half_rotary":
+        rates = 1024.0 ** -torch.linspace(0, 1, width // 4, device=device)
+        rates = F.pad(rates, (0, width // 4))
+    else:
+        rates = 10_000.0 ** -(torch.arange(0, width, 2, device=device) / width)
+    angles = (position_ids[..., None] * rates)[:, None]
     return angles.cos(), angles.sin()
 
 
@@ -79,10 +82,11 @@ class GPT2LabAttention(nn.Module):
         self.n_head, self.dropout, self.layer_idx = config.n_head, config.dropout, layer_idx
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.qk_norm = config.qk_norm
-        if self.qk_norm == "rmsnorm":
-            self.q_norm = GPT2LabRMSNorm(config.n_embd // config.n_head)
-            self.k_norm = GPT2LabRMSNorm(config.n_embd // config.n_head)
+        self.scale, self.qk_norm = config.attention_scale, config.qk_norm
+        if self.qk_norm != "none":
+            width, has_gain = config.n_embd // config.n_head, self.qk_norm == "rmsnorm"
+            self.q_norm = GPT2LabRMSNorm(width, config.norm_eps, has_gain=has_gain)
+            self.k_norm = GPT2LabRMSNorm(width, config.norm_eps, has_gain=has_gain)
 
     def forward(
         self,
@@ -95,7 +99,7 @@ class GPT2LabAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))
-        if self.qk_norm == "rmsnorm":
+        if self.qk_norm != "none":
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -109,6 +113,7 @@ class GPT2LabAttention(nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
         )
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
@@ -170,6 +175,8 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        if config.embedding_norm == "on":
+            self.ln_e = build_norm(config)
         self.blocks = nn.ModuleList(GPT2LabBlock(config, i) for i in range(config.n_layer))
         self.ln_f = build_norm(config)
         self.post_init()
@@ -218,7 +225,9 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         if self.config.positions == "learned":
             x = x + self.wpe(position_ids)
         else:
-            rotation = rotary_angles(position_ids, self.config.n_embd // self.config.n_head)
+            rotation = rotary_angles(position_ids, self.config)
+        if self.config.embedding_norm == "on":
+            x = self.ln_e(x)
         x = F.dropout(x, self.config.dropout, self.training)
         states = []
         for block in self.blocks:
@@ -241,7 +250,7 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
     def __init__(self, config: GPT2LabConfig) -> None:
         super().__init__(config)
         self.model = GPT2LabModel(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head == "untied")
         self.post_init()
 
     def forward(
@@ -273,6 +282,9 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
+        if cap := self.config.logit_cap:
+            logits = logits.float()
+            logits = cap * logits * (logits.square() + cap**2).rsqrt()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -101,9 +101,8 @@ def backend_that_runs(
     mask, rotation = None, None
     if masked:
         mask = torch.ones(micro_batch, T, T, dtype=torch.bool, device=device).tril()
-    if config.positions == "rotary":
-        positions = torch.arange(T, device=device)
-        rotation = rotary_angles(positions, config.n_embd // config.n_head)
+    if config.positions != "learned":
+        rotation = rotary_angles(torch.arange(T, device=device), config)
     with _Operators() as ran:
         with autocast():
             y = attention(x, mask, None, rotation)

@@ -24,13 +24,15 @@ def count_parameters(model: ModelConfig) -> int:
     """
     V, T, C, L = model.vocab_size, model.context_length, model.n_embd, model.n_layer
     positions = T * C if model.positions == "learned" else 0
-    return V * C + positions + L * count_block_parameters(model) + _count_norm_parameters(model)
+    head = V * C + V if model.head == "untied" else 0
+    norms = (1 + (model.embedding_norm == "on")) * _count_norm_parameters(model)
+    return V * C + positions + L * count_block_parameters(model) + norms + head
 
 
 def count_block_parameters(model: ModelConfig) -> int:
     """Count the parameters of one block: matrices, their biases, norms."""
     C = model.n_embd
-    qk_norms = 0 if model.qk_norm == "none" else 2 * C // model.n_head
+    qk_norms = 2 * C // model.n_head if model.qk_norm == "rmsnorm" else 0
     return 12 * C * C + 9 * C + 2 * _count_norm_parameters(model) + qk_norms
 
 
@@ -166,9 +168,11 @@ def check_shapes(path: Path, shapes: Shapes, model: ModelConfig, *, rows: int) -
         raise CheckpointError(
             f"{path}: holds {len(blocks)} blocks, its settings say n_layer {model.n_layer}"
         )
-    wanted = {"wte.weight": (rows, model.n_embd)}
+    wanted: Shapes = {"wte.weight": (rows, model.n_embd)}
     if model.positions == "learned":
         wanted["wpe.weight"] = (model.context_length, model.n_embd)
+    if model.head == "untied":
+        wanted |= {"lm_head.weight": (rows, model.n_embd), "lm_head.bias": (rows,)}
     for name, shape in wanted.items():
         if (found := shapes.get(name)) != shape:
             raise CheckpointError(f"{path}: {name} is {found}, its settings mean {shape}")

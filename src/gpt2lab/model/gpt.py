@@ -19,6 +19,7 @@ from gpt2lab.model.loss import (
     cross_entropy_sum,
     head_cross_entropy_sum,
     padding_bias,
+    soft_cap,
     token_losses,
 )
 
@@ -28,13 +29,19 @@ LOGITS_BYTES = 2**28
 RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
 
-def rotary_angles(positions: Tensor, width: int) -> RotaryAngles:
+def rotary_angles(positions: Tensor, config: ModelConfig) -> RotaryAngles:
     """Return cosine and sine of the angles by which positions (T,) or (B, T) rotate a head's D/2 channel pairs.
 
-    `width`: D. Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15.
+    Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15. With half_rotary the second half of the pairs stands,
+    the first has 1 to 1/1024 radians a token: modded-nanogpt's train_gpt_simple.py.
     """
-    pairs = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions[..., None] * 10_000.0**-pairs  # (T, D/2) or (B, T, D/2)
+    width, device = config.n_embd // config.n_head, positions.device  # D
+    if config.positions == "half_rotary":
+        rates = 1024.0 ** -torch.linspace(0, 1, width // 4, device=device)
+        rates = F.pad(rates, (0, width // 4))
+    else:
+        rates = 10_000.0 ** -(torch.arange(0, width, 2, device=device) / width)
+    angles = positions[..., None] * rates  # (T, D/2) or (B, T, D/2)
     if angles.dim() == 3:
         angles = angles[:, None]  # the same for all heads
     return angles.cos(), angles.sin()
@@ -50,7 +57,7 @@ def apply_rotary(x: Tensor, rotation: RotaryAngles) -> Tensor:
 def build_norm(config: ModelConfig) -> nn.Module:
     """Return a norm of the residual stream: LayerNorm, or RMSNorm without bias."""
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.n_embd, eps=1e-5)
+    return kind(config.n_embd, eps=config.norm_eps)
 
 
 class Linear(nn.Linear):
@@ -111,23 +118,26 @@ class KVCache:
 _MATMUL_UP_TO = 512
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None = None
+) -> Tensor:
     """Map queries (B, H, T, D) and keys and values (B, H, S, D) to (B, H, T, D).
 
     Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true; a single query is the last
-    position and attends to all. A compiled CPU step takes a form that CPUs compute faster, equal up to rounding; all
-    else takes torch's own, so --compile off is the plain reference, with its bits and its memory.
+    position and attends to all. `scale`: of the scores, default 1 / sqrt(D). A compiled CPU step takes a form that CPUs
+    compute faster, equal up to rounding; all else takes torch's own, so --compile off is the plain reference, with its
+    bits and its memory.
     """
     is_plain = mask is None and dropout == 0.0 and q.size(2) == k.size(2) <= _MATMUL_UP_TO
     if torch.compiler.is_compiling() and q.device.type == "cpu" and is_plain:
-        return causal_by_matmul(q, k, v)
+        return causal_by_matmul(q, k, v, scale)
     is_causal = mask is None and q.size(2) > 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
+        q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, scale=scale
     )
 
 
-def causal_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Return causal attention of (B, H, T, D) as two batched matrix products around a softmax.
 
     torch's flash kernel for CPUs makes little use of the fast matrix library; these two products do: at T = 256 they
@@ -136,7 +146,8 @@ def causal_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     B, H, T, D = q.shape
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))  # (B * H, T, T)
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=scale)  # (B * H, T, T)
     return torch.bmm(scores.softmax(dim=-1), v).view(B, H, T, D)
 
 
@@ -146,12 +157,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
+        self.scale = config.attention_scale
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
         self.qk_norm = config.qk_norm
-        if self.qk_norm == "rmsnorm":
-            self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-5)
-            self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-5)
+        if self.qk_norm != "none":
+            width, has_gain = config.n_embd // config.n_head, self.qk_norm == "rmsnorm"
+            self.q_norm = nn.RMSNorm(width, eps=config.norm_eps, elementwise_affine=has_gain)
+            self.k_norm = nn.RMSNorm(width, eps=config.norm_eps, elementwise_affine=has_gain)
 
     def forward(
         self,
@@ -167,7 +180,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
-        if self.qk_norm == "rmsnorm":
+        if self.qk_norm != "none":
             q, k = (norm(x.float()).type_as(v) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rotation is not None:
             q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
@@ -176,7 +189,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if mask is not None:
             mask = mask[:, None]  # (B, 1, T, S), the same for all heads
-        y = attend(q, k, v, mask, dropout)  # (B, H, T, D)
+        y = attend(q, k, v, mask, dropout, self.scale)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -235,11 +248,15 @@ class GPT(nn.Module):
         self.config = config
         # Of the residual stream under bf16 autocast; auto = bf16 on a GPU, where reading and writing it takes time.
         self.residual_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-        self.wte = embedding(config.vocab_size, config.n_embd)  # also the head: tied
+        self.wte = embedding(config.vocab_size, config.n_embd)  # also the head if that is tied
         if config.positions == "learned":
             self.wpe = embedding(config.context_length, config.n_embd)
+        if config.embedding_norm == "on":
+            self.ln_e = build_norm(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = build_norm(config)
+        if config.head == "untied":
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, RotaryAngles | None]:
         """Map ids (B, T) to the first residual stream (B, T, C), and their positions to the blocks' rotation."""
@@ -249,7 +266,9 @@ class GPT(nn.Module):
         if self.config.positions == "learned":
             x = x + self.wpe(positions)  # (B, T, C)
         else:
-            rotation = rotary_angles(positions, self.config.n_embd // self.config.n_head)
+            rotation = rotary_angles(positions, self.config)
+        if self.config.embedding_norm == "on":
+            x = self.ln_e(x)
         rounds = self.residual_dtype == "bf16" or (self.residual_dtype == "auto" and x.is_cuda)
         if rounds and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # norms still compute in fp32
@@ -292,14 +311,25 @@ class GPT(nn.Module):
         """Return an empty cache for each block."""
         return [KVCache(self.config.context_length) for _ in self.blocks]
 
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """The head's matrix (V, C) and bias (V,), if it has one."""
+        if self.config.head == "tied":
+            return self.wte.weight, None
+        return self.lm_head.weight, self.lm_head.bias
+
     def head(self, hidden: Tensor) -> Tensor:
         """Map hidden states (..., C) to logits (..., V)."""
-        return F.linear(hidden, self.wte.weight)
+        return soft_cap(F.linear(hidden, *self.head_weights), self.config.logit_cap)
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
-        weight = self.wte.weight
-        return F.linear(hidden, weight, padding_bias(weight, self.config.num_tokens))
+        weight, bias = self.head_weights
+        mask = padding_bias(weight, self.config.num_tokens)
+        if bias is None and not self.config.logit_cap:
+            return F.linear(hidden, weight, mask)
+        logits = self.head(hidden)
+        return logits if mask is None else logits + mask
 
     def losses_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each target in nats, (...) float32, given its hidden state (..., C); 0 for target -1.
@@ -317,8 +347,9 @@ class GPT(nn.Module):
     def loss_sum(self, stream: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of `targets` (B, T; -1 = not counted) in nats, summed, given the last `stream` (B, T, C)."""
         if torch.compiler.is_compiling():
-            hidden, num_tokens = self.ln_f(stream), self.config.num_tokens
-            return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
+            (weight, bias), config = self.head_weights, self.config
+            hidden, more = self.ln_f(stream), (config.num_tokens, bias, config.logit_cap)
+            return head_cross_entropy_sum(hidden, weight, targets, *more)
         # Unnamed, so that hidden states in fp32 end with the head's bf16 copy of them.
         return cross_entropy_sum(self.masked_logits(self.ln_f(stream)), targets)
 
@@ -344,23 +375,35 @@ def empty_model(config: ModelConfig) -> GPT:
     return model
 
 
-def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
+def build_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    weight_init: Literal["gpt2", "fan_in"] = "gpt2",
+) -> GPT:
     """Build a GPT whose weights depend on the seed alone, not on world size, device or library defaults.
 
-    Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
+    gpt2: matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
     1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.
+    fan_in: embeddings N(0, 1), projections and an untied head 0, matrices N(0, sqrt(0.33 / fan-in)). Source:
+    modded-nanogpt's train_gpt_simple.py.
     """
     model = empty_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            is_projection = name.endswith("c_proj.weight")
             if name.endswith("bias"):
-                parameter.zero_()
+                std = 0.0
             elif parameter.dim() == 1:  # a norm's gain
                 parameter.fill_(1.0)
+                continue
+            elif weight_init == "fan_in":
+                std = 1.0 if name.startswith("w") else math.sqrt(0.33 / parameter.size(1))
+                std *= not (is_projection or name == "lm_head.weight")
             else:
                 std = 0.01 if name == "wpe.weight" else 0.02
-                if name.endswith("c_proj.weight"):
-                    std /= math.sqrt(2 * config.n_layer)
-                parameter.normal_(0.0, std, generator=generator)
+                std /= math.sqrt(2 * config.n_layer) if is_projection else 1.0
+            parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
     return model.to(device)

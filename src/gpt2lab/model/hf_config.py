@@ -6,12 +6,12 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from gpt2lab.config.schema import ModelConfig
-from gpt2lab.config.settings import OPTIONS, options_of
+from gpt2lab.config.schema import Config, ModelConfig
+from gpt2lab.config.settings import OPTIONS, find_problems, options_of, override, wrong_types
 from gpt2lab.errors import CheckpointError, DataError
-from gpt2lab.files import NAME, OBJECT, SIZE, JsonFile, is_file_name, one_of
+from gpt2lab.files import NAME, OBJECT, SIZE, JsonFile, is_file_name
 from gpt2lab.model.counts import Shapes, check_shapes, read_shapes
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.tokenizers.opening import find_in
@@ -21,7 +21,7 @@ HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
 HF_INDEX, HF_SHARDS = f"{HF_WEIGHTS}.index.json", "model-*-of-*.safetensors"
 # Model types: transformers' own, and that of huggingface/modeling_gpt2lab.py.
 GPT2, GPT2LAB = "gpt2", "gpt2lab"
-FORMAT = 1  # of a GPT2LAB folder; huggingface/configuration_gpt2lab.py has the same number
+FORMAT = 2  # of a GPT2LAB folder; huggingface/configuration_gpt2lab.py has the same number
 PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
 
 # Our network in transformers' GPT2Config names: the default where the file says nothing, then equivalent values.
@@ -33,7 +33,12 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-_REQUIRED_OF_OURS = {"gpt2lab_format": (FORMAT,), "tie_word_embeddings": (True,)}
+
+
+def _required_of_ours(head: Any) -> dict[str, tuple[Any, ...]]:
+    """Return what a folder of our own type must say. Format 1 lacked options, which have their defaults then."""
+    return {"gpt2lab_format": (FORMAT, 1), "tie_word_embeddings": (head != "untied",)}
+
 
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
 
@@ -60,7 +65,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
     kind = values.get("model_type")
     if kind not in (GPT2, GPT2LAB):
         raise CheckpointError(f"{path}: model_type {kind!r}, only 'gpt2' and 'gpt2lab' are read")
-    for name, allowed in (_REQUIRED if kind == GPT2 else _REQUIRED_OF_OURS).items():
+    required = _REQUIRED if kind == GPT2 else _required_of_ours(values.get("head"))
+    for name, allowed in required.items():
         found = values.get(name, allowed[0])
         if found not in allowed:
             raise CheckpointError(f"{path}: {name} {found!r} is not supported, only {allowed[0]!r}")
@@ -74,11 +80,11 @@ def read_hf_config(folder: Path) -> ModelConfig:
         raise file.rejected(f"n_embd {n_embd} is not a multiple of n_head {n_head}")
     options: dict[str, Any] = {}
     if kind == GPT2LAB:
-        hints = get_type_hints(ModelConfig)
-        file.check(values, {name: one_of(*get_args(hints[name])) for name in OPTIONS})
-        options = {name: values[name] for name in OPTIONS}
-        if values["positions"] == "rotary" and n_embd // n_head % 2:
-            raise file.rejected(f"n_embd {n_embd} / n_head {n_head} must be even to be rotated")
+        options = {name: values.get(name, getattr(ModelConfig, name)) for name in OPTIONS}
+        shaped = {**options, "n_head": n_head, "n_embd": n_embd}
+        problems = list(wrong_types(options).values())
+        if problems := problems or find_problems(override(Config(), shaped)):
+            raise file.rejected("; ".join(problems))
     elif values.get("n_inner") not in (None, 4 * n_embd):
         raise CheckpointError(
             f"{path}: n_inner {values['n_inner']} is not supported, only 4 x n_embd"
@@ -182,6 +188,6 @@ def write_hf_config(
             **{name: getattr(config, name) for name in OPTIONS},
             "dropout": 0.0,
             **common,
-            **{name: allowed[0] for name, allowed in _REQUIRED_OF_OURS.items()},
+            **{name: allowed[0] for name, allowed in _required_of_ours(config.head).items()},
         }
     (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")

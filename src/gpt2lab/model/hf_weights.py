@@ -26,6 +26,7 @@ from gpt2lab.model.hf_config import (
 )
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
+_OF_THE_VOCABULARY = ("wte.weight", "lm_head.weight", "lm_head.bias")  # a row for each id
 # GPT-2's: Conv1D (in, out), ours: Linear (out, in).
 _TRANSPOSED = re.compile(r"^(transformer\.)?h\..*\.(c_attn|c_proj|c_fc)\.weight$")
 
@@ -38,8 +39,17 @@ def load_hf(folder: Path) -> GPT:
 
     Raises: CheckpointError naming the file and what it is instead.
     """
-    config = read_hf_config(folder)
-    tensors, (path, *_) = _read_weights(folder), weight_files(folder)
+    config, tensors, (path, *_) = (
+        read_hf_config(folder),
+        _read_weights(folder),
+        weight_files(folder),
+    )
+    if config.head == "tied":
+        head = tensors.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, tensors.get("wte.weight", head.new_empty(0))):
+            raise CheckpointError(
+                f"{path}: lm_head.weight differs from wte.weight, and the head is tied"
+            )
     model = empty_model(config)
     wanted = dict(model.named_parameters())
     real = int(tensors["wte.weight"].size(0)) if "wte.weight" in tensors else 0
@@ -50,9 +60,9 @@ def load_hf(folder: Path) -> GPT:
     with torch.no_grad():
         for name, parameter in wanted.items():
             tensor = tensors[name]
-            if name == "wte.weight" and real == NUM_TOKENS:
-                padding = tensor.mean(dim=0, keepdim=True).expand(PADDED_VOCABULARY - real, -1)
-                tensor = torch.cat([tensor, padding])
+            if name in _OF_THE_VOCABULARY and real == NUM_TOKENS:
+                mean = tensor.mean(dim=0, keepdim=True)
+                tensor = torch.cat([tensor, mean.expand(PADDED_VOCABULARY - real, *mean.shape[1:])])
             if tensor.shape != parameter.shape:
                 found, meant = tuple(tensor.shape), tuple(parameter.shape)
                 raise CheckpointError(f"{path}: {name} is {found}, {HF_CONFIG} means {meant}")
@@ -65,11 +75,11 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tensors = {}
     is_gpt2 = model_type_of(model.config) == GPT2
     for full_name, parameter in model.named_parameters():
-        name = f"model.{full_name}"
+        name = full_name if full_name.startswith("lm_head.") else f"model.{full_name}"
         if is_gpt2:
             name = "transformer." + re.sub(r"^blocks\.", "h.", full_name)
         tensor = parameter.detach()
-        if full_name == "wte.weight":
+        if full_name in _OF_THE_VOCABULARY:
             tensor = tensor[: model.config.id_limit].clone()  # without the memory of the rest
         if _TRANSPOSED.search(name):
             tensor = tensor.T
@@ -92,9 +102,4 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
             if name is None:
                 continue
             ours[name] = tensor.T if _TRANSPOSED.search(full_name) else tensor
-    head = ours.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
-        raise CheckpointError(
-            f"{path}: lm_head.weight differs from wte.weight; only a tied head is supported"
-        )
     return ours

@@ -25,6 +25,14 @@ def padding_bias(weight: Tensor, num_tokens: int) -> Tensor | None:
     return torch.zeros(weight.size(0), device=weight.device).masked_fill(is_padding, -math.inf)
 
 
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Return c x / sqrt(x^2 + c^2) in fp32 for logits x of any shape, between -c and c; x itself if the cap is 0."""
+    if not cap:
+        return logits
+    logits = logits.float()
+    return cap * logits * (logits.square() + cap**2).rsqrt()
+
+
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed negative log-likelihood in nats, a float32 scalar.
 
@@ -37,14 +45,21 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def head_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    num_tokens: int,
+    bias: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding.
+
+    `bias` (V,) and `cap` are the head's, if it has them.
 
     For compiled calls: uncompiled, it would hold several tensors as large as the logits.
     """
     rows, flat = hidden.flatten(0, 1), targets.flatten()
-    total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens)  # type: ignore[no-untyped-call]
+    total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens, bias, cap)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -58,12 +73,22 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_tokens: int,
+        bias: Tensor | None,
+        cap: float,
     ) -> Tensor:
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
+        padding = padding_bias(weight, num_tokens)
+        is_plain = bias is None and not cap
         # The mask rides on the product: added to the logits it would cost each of them an instruction.
-        logits = F.linear(hidden, weight, padding_bias(weight, num_tokens))  # (N, V)
-        scores, target = logits.float(), targets[:, None]
+        logits = F.linear(hidden, weight, padding if is_plain else bias)  # (N, V)
+        scores, target = soft_cap(logits, cap).float(), targets[:, None]
+        if padding is not None and not is_plain:
+            scores = scores + padding
         counted = target >= 0  # (N, 1)
         top = scores.amax(1, keepdim=True)
         powers = (scores - top).exp()
@@ -71,22 +96,29 @@ class GradientInForward(torch.autograd.Function):
         # Not read from the logits: so the compiled gradient can take their memory.
         row = weight.to(logits.dtype)[targets.clamp(min=0)]  # (N, C)
         of_target = (hidden.to(logits.dtype).float() * row.float()).sum(1, keepdim=True)  # (N, 1)
+        if bias is not None:
+            of_target = of_target + bias[targets.clamp(min=0)][:, None]
+        of_target = soft_cap(of_target, cap)
         losses = torch.where(counted, total.log() + top - of_target, 0.0)
         is_target = torch.arange(logits.size(1), device=logits.device) == target  # (N, V)
         slope = powers * torch.where(counted, 1 / total, 0.0) - is_target.float()
-        ctx.save_for_backward(hidden.to(logits.dtype), weight, slope.to(logits.dtype))
+        if cap:  # the derivative of the cap
+            slope = slope * (1 + (logits.float() / cap).square()).pow(-1.5)
+        of_bias = None if bias is None else slope.sum(0)
+        ctx.save_for_backward(hidden.to(logits.dtype), weight, slope.to(logits.dtype), of_bias)
         ctx.dtype = hidden.dtype
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        """Return the gradients of hidden and, unless it is frozen, weight."""
-        hidden, weight, slope = ctx.saved_tensors
+        """Return the gradients of hidden and, unless they are frozen, weight and bias."""
+        hidden, weight, slope, of_bias = ctx.saved_tensors
         of_hidden = (slope @ weight.to(slope.dtype)).to(ctx.dtype) * factor
         of_weight = None
         if ctx.needs_input_grad[1]:
             of_weight = (slope.t() @ hidden).to(weight.dtype) * factor
-        return of_hidden, of_weight, None, None
+        of_bias = None if of_bias is None else of_bias * factor
+        return of_hidden, of_weight, None, None, of_bias, None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -13,25 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# Of x, x^3 and x^5: steep at 0, so that few rounds suffice.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ROUNDS = 5
+# Rounds, and their coefficients of x, x^3 and x^5: steep at 0, so that few suffice; or such that 1 is their limit.
+NEWTON_SCHULZ = {"fast": (5, (3.4445, -4.7750, 2.0315)), "exact": (12, (2.0, -1.5, 0.5))}
 MOMENTUM = 0.95
 ROW_MOMENTUM = 0.95  # NorMuon's
 _TINY = 1e-20  # for rows without a gradient
 
 
-def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor, how: str = "fast") -> torch.Tensor:
     """Bring the singular values of matrices (n, rows, columns) near 1 by Newton-Schulz iterations.
 
-    Those above 0.2 % of a matrix's Frobenius norm end between 0.68 and 1.21, smaller ones below: 0.24 from 0.05 %. The
-    matrices keep their dtype. Values of exactly 1 would train no better.
+    fast: those above 0.2 % of a matrix's Frobenius norm end between 0.68 and 1.21, smaller ones below: 0.24 from
+    0.05 %. exact: those above 0.1 % end within 1e-5 of 1. The matrices keep their dtype.
     """
-    a, b, c = COEFFICIENTS
+    rounds, (a, b, c) = NEWTON_SCHULZ[how]
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.mT if tall else matrices  # gram below has the shorter side
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # frees the old one's memory
         x = torch.baddbmm(x, gram, x, beta=a)
@@ -41,9 +40,10 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    A group's `parts` is the number of equally shaped matrices stacked in each of its parameters. The learning rate is
-    comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of AdamW's updates.
-    Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
+    A group's `parts` is the number of equally shaped matrices stacked in each of its parameters. By default the
+    learning rate is comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of
+    AdamW's updates. Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2. `adjust_lr` and
+    `newton_schulz` of the groups, which must agree, are those of OptimConfig.
 
     With `even_rows` it is NorMuon: no neuron's weights move much further than another's. Each parameter's update keeps
     its norm, where modded-nanogpt keeps that of each matrix.
@@ -62,7 +62,8 @@ class Muon(torch.optim.Optimizer):
         even_rows: bool = False,
         gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.grad,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "parts": 1})
+        defaults = {"adjust_lr": "match_rms_adamw", "newton_schulz": "fast"}
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "parts": 1, **defaults})
         self.even_rows = even_rows
         self._gradient = gradient
         self._rejected: torch.Tensor | None = None  # () bool of the step, if the device decides
@@ -91,6 +92,8 @@ class Muon(torch.optim.Optimizer):
                 chosen = [i for i, parameter in enumerate(parameters) if len(parameter) == length]
                 self._even_rows([parameters[i] for i in chosen], [updates[i] for i in chosen])
         scale = 0.2 * math.sqrt(max(rows, columns))
+        if entries[0][1]["adjust_lr"] == "original":
+            scale = math.sqrt(max(1, rows / columns))
         for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
             weight = self._held(parameter)
@@ -110,7 +113,8 @@ class Muon(torch.optim.Optimizer):
         # bf16 suffices on a GPU; on a CPU fp32 costs little, and losses stay the same at any world size.
         dtype = torch.bfloat16 if parameters[0].is_cuda else torch.float32
         stack = torch.cat([self._direction(parameter) for parameter in parameters]).to(dtype)
-        updates = orthogonalize(stack.view(-1, rows, columns)).reshape(-1, columns)
+        how = self.param_groups[0]["newton_schulz"]
+        updates = orthogonalize(stack.view(-1, rows, columns), how).reshape(-1, columns)
         return torch.split(updates, [len(parameter) for parameter in parameters])
 
     def _even_rows(self, parameters: list[nn.Parameter], updates: Sequence[torch.Tensor]) -> None:

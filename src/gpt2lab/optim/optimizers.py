@@ -12,7 +12,6 @@ from gpt2lab.optim.adamw import AdamW, skip_tracer
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import muon_scale
 
-EPS = 1e-8
 SHAPED_STATE = (
     "exp_avg",
     "momentum_buffer",
@@ -26,25 +25,33 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return optimizers whose groups hold every trainable parameter exactly once.
 
-    Weight decay applies to matrices and embeddings, not to vectors (biases, norm gains). Each group's learning rate is
-    the schedule's times its `lr_scale`. Muon trains the matrices of the blocks, AdamW the rest.
+    Weight decay applies to matrices and embeddings; to vectors (biases, norm gains) only where `adamw_decay` is given.
+    Each group's learning rate is the schedule's times its `lr_scale`. Muon trains the matrices of the blocks, AdamW the
+    rest.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     block_matrices: dict[str, nn.Parameter] = {}
     if config.has_muon:
         in_blocks = [(name, p) for name, p in named if name.startswith("blocks.")]
         block_matrices = {name: p for name, p in in_blocks if name.endswith(tuple(_PARTS))}
-    rest = [p for name, p in named if name not in block_matrices]
+    rest = [(name, p) for name, p in named if name not in block_matrices]
     decay = config.weight_decay
+    of_matrices, of_vectors = decay, 0.0
+    if config.has_muon and config.adamw_decay is not None:
+        of_matrices = of_vectors = config.adamw_decay
+    by_rate: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
+    for name, p in rest:
+        key = p.dim() >= 2, rate_of(name, p.dim(), config) / config.max_lr
+        by_rate.setdefault(key, []).append(p)
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay, "lr_scale": 1.0},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": each, "weight_decay": of_matrices if wide else of_vectors, "lr_scale": scale}
+        for (wide, scale), each in by_rate.items()
     ]
     fused = device.type in ("cuda", "cpu")
     skip_tracer()
     betas = (config.beta1, config.beta2)
     optimizers: list[torch.optim.Optimizer] = [
-        AdamW(groups, lr=config.max_lr, betas=betas, eps=EPS, fused=fused)
+        AdamW(groups, lr=config.max_lr, betas=betas, eps=config.adam_eps, fused=fused)
     ]
     if block_matrices:
         scale = muon_scale(config)
@@ -53,12 +60,23 @@ def build_optimizers(
         }
         muon_groups = [
             {"params": by_suffix[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}
+            | {"adjust_lr": config.muon_adjust_lr, "newton_schulz": config.newton_schulz}
             for end, parts in _PARTS.items()
         ]
         even_rows = config.optimizer == "normuon"
         optimizers.append(Muon(muon_groups, lr=config.max_lr, even_rows=even_rows))
     assert_partition(optimizers, [p for _, p in named])
     return optimizers
+
+
+def rate_of(name: str, dim: int, config: OptimConfig) -> float:
+    """Return AdamW's peak learning rate of a weight."""
+    rate = config.vector_lr if dim < 2 else None
+    if name in ("wte.weight", "wpe.weight"):
+        rate = config.embedding_lr
+    elif name == "lm_head.weight":
+        rate = config.head_lr
+    return config.max_lr if rate is None else rate
 
 
 def assert_partition(

@@ -17,7 +17,8 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
 
     Linear from 0 over `warmup_steps`, then a decay that starts at max_lr and reaches min_lr at max_steps:
     half a cosine (Brown et al. 2020, appendix B), a line, or warm-up-stable-decay (Hu et al. 2024,
-    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run.
+    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run. A trapezoid does so too, and would
+    reach min_lr at max_steps + 1, so that the last step still learns (modded-nanogpt).
 
     Raises: ValueError if warm-up and minimum rate are not resolved to numbers.
     """
@@ -27,6 +28,9 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
     if step < warmup:
         return optim.max_lr * step / warmup
     start = warmup
+    if optim.lr_schedule == "trapezoid":
+        left = (max_steps + 1 - step) / max_steps  # of the run, before the update
+        return min_lr + (optim.max_lr - min_lr) * min(1.0, left / optim.wsd_decay)
     if optim.lr_schedule == "wsd":
         start = max(warmup, max_steps - max(1, round(optim.wsd_decay * max_steps)))
     if step <= start or max_steps <= start:
@@ -41,5 +45,9 @@ def describe_rates(optim: OptimConfig) -> str:
     """Name the optimizers of a run with the peak and the final learning rate of each."""
     if not optim.has_muon or optim.min_lr is None:
         return f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
-    scale = muon_scale(optim)
-    return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
+    own = {"embedding": optim.embedding_lr, "head": optim.head_lr, "vectors": optim.vector_lr}
+    rates = {"muon": muon_scale(optim) * optim.max_lr}
+    rates |= {"adamw": optim.max_lr} if None in own.values() else {}
+    rates |= {name: rate for name, rate in own.items() if rate is not None}
+    floor = optim.min_lr / optim.max_lr
+    return ", ".join(f"{name} {rate:g} -> {rate * floor:g}" for name, rate in rates.items())

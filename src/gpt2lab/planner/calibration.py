@@ -185,6 +185,7 @@ def _measured(record: Mapping[str, Any]) -> MeasuredStep:
         accumulation=record["accumulation"],
         recompute=record.get("recompute", "none"),  # absent: written before there was any
         optimizer=record.get("optimizer", "adamw"),
+        newton_schulz=record.get("newton_schulz", "fast"),
         updaters=1 if record.get("parallel", "ddp") == "ddp" else record["world"],
     )
     seconds = float(record["step_seconds"])

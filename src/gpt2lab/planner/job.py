@@ -109,6 +109,7 @@ class Job:
             accumulation=self.accumulation,
             recompute=self.recompute,
             optimizer=self.config.optim.optimizer,
+            newton_schulz=self.config.optim.newton_schulz,
             updaters=updaters,
         )
         if not tuning.lora_r:

@@ -26,7 +26,7 @@ from gpt2lab.planner.estimate import (
 )
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.memory import PARTS
-from gpt2lab.planner.timing import KINDS, muon_flops
+from gpt2lab.planner.timing import KINDS, MUON_ROUNDS, muon_flops
 from gpt2lab.training.progress import Z80, Interval
 
 GIB = 2**30
@@ -381,7 +381,9 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
     for kind, units, rate in zip(KINDS, job.work, on.rates.seconds_per_unit, strict=True):
         text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")
     if job.config.optim.has_muon:
-        text.append(f"  of matmul, Muon's 5 rounds: 5 x 60 L CCC = {muon_flops(model):.4g} FLOP")
+        how = job.config.optim.newton_schulz
+        rounds, flops = MUON_ROUNDS[how], muon_flops(model, how)
+        text.append(f"  of matmul, Muon's {rounds} rounds: {rounds} x 60 L CCC = {flops:.4g} FLOP")
     if found.communication_seconds and on.link is not None:
         text.append(_communication(found, on.link.title))
     need = found.memory.tensors

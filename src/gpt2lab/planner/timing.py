@@ -18,7 +18,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_matmul_parameters, count_parameters
 from gpt2lab.planner.hardware import Gpu, Hardware
 
-MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
+MUON_ROUNDS = {"fast": 5, "exact": 12}  # of muon.py's NEWTON_SCHULZ; a test compares
 # FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
 # blocks run (a constant cost of many small calls)
 KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
@@ -31,6 +31,7 @@ def work(
     accumulation: int,
     recompute: ActivationCheckpointing = "none",
     optimizer: Optimizer = "adamw",
+    newton_schulz: str = "fast",
     updaters: int = 1,
 ) -> tuple[float, ...]:
     """Return one rank's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
@@ -45,7 +46,7 @@ def work(
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
         6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
-        + (muon_flops(model) / updaters if uses_muon(optimizer) else 0.0),
+        + (muon_flops(model, newton_schulz) / updaters if uses_muon(optimizer) else 0.0),
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,
@@ -54,13 +55,13 @@ def work(
     )
 
 
-def muon_flops(model: ModelConfig) -> float:
+def muon_flops(model: ModelConfig, newton_schulz: str = "fast") -> float:
     """Return the FLOPs of a step's Newton-Schulz rounds, of all matrices.
 
     A round of an (r, c) matrix, r <= c, is two products of 2 r^2 c and one of 2 r^3. A block has four of (C, C) and two
     of (C, 4C): 60 C^3.
     """
-    return 60.0 * MUON_ROUNDS * model.n_layer * model.n_embd**3
+    return 60.0 * MUON_ROUNDS[newton_schulz] * model.n_layer * model.n_embd**3
 
 
 @dataclass(frozen=True)

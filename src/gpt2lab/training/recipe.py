@@ -99,7 +99,8 @@ class Pretraining:
         from gpt2lab.runs.weights import load_initial
 
         config = start.config
-        model = build_model(config.model, seed=config.data.seed, device=runtime.device)
+        init, seed = config.init.weight_init, config.data.seed
+        model = build_model(config.model, seed=seed, device=runtime.device, weight_init=init)
         if start.initial is not None:
             load_initial(start.initial.target, model, runtime)
         return model

@@ -48,7 +48,10 @@ MODERN: dict[str, Any] = {
     "activation": "relu2",
 }
 EACH = [pytest.param({name: value}, id=name) for name, value in MODERN.items()]
+SPEEDRUN = {name: getattr(preset("speedrun").model, name) for name in OPTIONS}
+OF_MODERN = {name: getattr(preset("modern-nano").model, name) for name in OPTIONS}
 EACH += [pytest.param({}, id="gpt2"), pytest.param(MODERN, id="all")]
+EACH += [pytest.param(SPEEDRUN, id="speedrun")]
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
 
 
@@ -61,7 +64,11 @@ def pair(**options: Any) -> tuple[GPT, GPT2LabForCausalLM]:
         for parameter in ours.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     theirs = GPT2LabForCausalLM(GPT2LabConfig(**SHAPE, **options)).eval()
-    theirs.model.load_state_dict(ours.state_dict())
+    state = ours.state_dict()
+    theirs.load_state_dict(
+        {name if name.startswith("lm_head") else f"model.{name}": t for name, t in state.items()},
+        strict=config.head == "untied",  # else lm_head.weight is model.wte.weight
+    )
     return ours, theirs
 
 
@@ -164,9 +171,9 @@ def test_it_trains_and_loads_in_half_precision(tmp_path):
 
 def test_an_unknown_format_or_option_is_rejected_by_both_readers():
     assert FORMAT == hf_config.FORMAT
-    with pytest.raises(ValueError, match="format 2, these files read 1"):
-        GPT2LabConfig(gpt2lab_format=2)
-    for name in OPTIONS:
+    with pytest.raises(ValueError, match="format 3, these files read 2"):
+        GPT2LabConfig(gpt2lab_format=3)
+    for name in sorted(set(OPTIONS) - {"norm_eps", "attention_scale", "logit_cap"}):
         with pytest.raises(ValueError, match=f"{name} 'new' is unknown"):
             GPT2LabConfig(**{name: "new"})
 
@@ -218,7 +225,7 @@ def test_a_modern_run_is_exported_with_its_own_files(folder):
         assert (out / name).read_bytes() == (sources / name).read_bytes()
     config = json.loads((out / "config.json").read_text())
     assert config["gpt2lab_format"] == FORMAT
-    assert {name: config[name] for name in OPTIONS} == MODERN
+    assert {name: config[name] for name in OPTIONS} == OF_MODERN
     assert config["eos_token_id"] == tokenizer_named("bpe").end_of_text
     card = (out / "README.md").read_text()
     assert "GPT-2 with positions rotary, norm rmsnorm" in card
@@ -246,7 +253,7 @@ def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     run = [f"--init_from={out}", f"--data_dir={folder / 'bpe'}", f"--checkpoint_dir={tmp_path}"]
     start = resolve(parse([*run, "--max_steps=1"]), world_size=1, set_aside=False)
-    assert {name: getattr(start.config.model, name) for name in OPTIONS} == MODERN
+    assert {name: getattr(start.config.model, name) for name in OPTIONS} == OF_MODERN
     fresh = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     load_initial(find_target(str(out), tmp_path), fresh, Runtime())
     for name, tensor in fresh.named_parameters():
@@ -272,9 +279,11 @@ def test_an_export_of_an_export_is_the_same_file(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"gpt2lab_format": 2}, "gpt2lab_format 2 is not supported, only 1"),
-        ({"positions": "alibi"}, "'positions' is 'alibi', not learned or rotary"),
-        ({"norm": None}, "'norm' is None, not layernorm or rmsnorm"),
+        ({"gpt2lab_format": 3}, "gpt2lab_format 3 is not supported, only 2"),
+        ({"positions": "alibi"}, "positions 'alibi' is not learned or rotary"),
+        ({"norm": None}, "norm None is not layernorm or rmsnorm"),
+        ({"logit_cap": -1}, "logit_cap -1 must be at least 0"),
+        ({"norm_eps": "small"}, "norm_eps 'small' is not a number"),
         ({"n_head": 32}, "n_embd 32 / n_head 32 must be even"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
         ({"qk_norm": "none"}, "unknown tensor blocks.0.attn.k_norm.weight"),

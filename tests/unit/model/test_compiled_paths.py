@@ -14,7 +14,12 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.distributed import runtime
 from gpt2lab.model import gpt
 from gpt2lab.model.gpt import build_model
-from gpt2lab.model.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
+from gpt2lab.model.loss import (
+    GradientInForward,
+    cross_entropy_sum,
+    head_cross_entropy_sum,
+    soft_cap,
+)
 from tiny import flags_for
 
 
@@ -45,7 +50,7 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypat
     taken: list[int] = []
     real = gpt.causal_by_matmul
     monkeypatch.setattr(
-        gpt, "causal_by_matmul", lambda q, k, v: taken.append(q.size(2)) or real(q, k, v)
+        gpt, "causal_by_matmul", lambda q, *more: taken.append(q.size(2)) or real(q, *more)
     )
     q, k, v = _qkv(64, torch.bfloat16)
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -65,23 +70,28 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen):
-    """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
+@pytest.mark.parametrize(("is_frozen", "cap"), [(False, 0.0), (True, 0.0), (False, 15.0)])
+def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen, cap):
+    """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head.
+
+    With a cap the head has a bias too.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden = (5 * torch.randn(2, 9, 16, generator=generator)).requires_grad_()
     weight = torch.randn(77, 16, generator=generator).requires_grad_(not is_frozen)
     targets = torch.randint(0, 77, (2, 9), generator=generator)
     targets[0, 3:5] = targets[1, 0] = -1
     trained = [hidden] if is_frozen else [hidden, weight]
+    bias = torch.randn(77, generator=generator).requires_grad_() if cap else None
+    trained += [bias] if bias is not None else []
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(F.linear(hidden, weight), targets)
+        return cross_entropy_sum(soft_cap(F.linear(hidden, weight, bias), cap), targets)
 
     results = []
 
     def fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return head_cross_entropy_sum(hidden, weight, targets, num_tokens=len(weight))
+        return head_cross_entropy_sum(hidden, weight, targets, len(weight), bias, cap)
 
     for loss_of in (torch.compile(fused, fullgraph=True), plain):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -251,24 +251,26 @@ def test_dropout_acts_in_training_mode_only():
 
 
 @pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("head", [{}, {"head": "untied", "logit_cap": 15.0}])
 @pytest.mark.parametrize(("rows", "count"), [(50304, NUM_TOKENS), (384, 300)])
-def test_padding_rows_take_no_part_in_the_training_loss(chunked, rows, count):
+def test_padding_rows_take_no_part_in_the_training_loss(chunked, head, rows, count):
     """One rule for training and validation: the softmax is over the tokenizer's ids alone."""
     config = ModelConfig(
-        n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=rows, num_tokens=count
+        n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=rows, num_tokens=count, **head
     )
     model = disturbed(config)
     ids = torch.randint(0, count, (2, 9), generator=torch.Generator().manual_seed(3))
     tokens, targets = ids[:, :-1], ids[:, 1:]
     if chunked:
-        weight = model.wte.weight
-        loss = head_cross_entropy_sum(model.hidden(tokens), weight, targets, count)
+        (weight, bias), hidden = model.head_weights, model.hidden(tokens)
+        loss = head_cross_entropy_sum(hidden, weight, targets, count, bias, config.logit_cap)
     else:
         loss = model(tokens, targets)
     real = model.head(model.hidden(tokens))[..., :count]
     expected = F.cross_entropy(real.flatten(0, 1), targets.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
-    assert model.wte.weight.grad is not None
-    assert not model.wte.weight.grad[count:].any()
-    assert model.wte.weight.grad[:count].any(dim=1).all()
+    gradient = model.head_weights[0].grad
+    assert gradient is not None
+    assert not gradient[count:].any()
+    assert gradient[:count].any(dim=1).all()

@@ -14,6 +14,7 @@ import torch
 
 import launch
 from gpt2lab.checkpoint import catalog
+from gpt2lab.config import settings
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import find_problems, options_of, override, read_settings
@@ -31,7 +32,16 @@ OPTIONS: dict[str, Any] = {
     "activation": "relu2",
 }
 ALL = dataclasses.replace(PLAIN, **OPTIONS)
+SPEEDRUN = {name: getattr(preset("speedrun").model, name) for name in settings.OPTIONS}
 EACH = [pytest.param({name: value}, id=name) for name, value in OPTIONS.items()]
+EACH += [
+    pytest.param({name: SPEEDRUN[name]}, id=f"{name}={SPEEDRUN[name]}")
+    for name in settings.OPTIONS
+    if SPEEDRUN[name] != OPTIONS.get(name)
+]
+
+
+TOGETHER = [pytest.param(OPTIONS, id="modern"), pytest.param(SPEEDRUN, id="speedrun")]
 
 
 def disturbed(config: ModelConfig) -> GPT:
@@ -87,7 +97,7 @@ def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference
             expected[t, h * D : (h + 1) * D] = (chances / chances.sum()) @ v[: t + 1]
     expected = expected @ weights["c_proj.weight"].T + weights["c_proj.bias"]
     with torch.no_grad():
-        ours = layer(x, rotation=rotary_angles(torch.arange(T), D))[0].numpy()
+        ours = layer(x, rotation=rotary_angles(torch.arange(T), config))[0].numpy()
     assert np.abs(expected).max() > 0.3
     np.testing.assert_allclose(ours, expected, atol=5e-6)
 
@@ -107,7 +117,7 @@ def test_rmsnorm_and_relu2_are_what_they_are_called():
     assert not hasattr(model, "wpe")
 
 
-@pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
+@pytest.mark.parametrize("option", [*EACH, *TOGETHER])
 @pytest.mark.parametrize("cuts", [[1] * 24, [5, 1, 1, 17]])
 def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts):
     model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
@@ -118,7 +128,7 @@ def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cu
     assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
-@pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
+@pytest.mark.parametrize("option", [*EACH, *TOGETHER])
 def test_texts_that_share_a_row_do_not_see_each_other(option):
     """As HellaSwag packs them: positions begin anew, and the mask is block by block."""
     model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
@@ -175,7 +185,7 @@ def test_settings_saved_before_there_were_options_mean_gpt2(run):
     infos, _ = catalog.list_checkpoints(run)
     saved = dict(infos[-1].manifest["config"])
     assert json.loads((run / "config.json").read_text())["positions"] == "rotary"
-    for name in [*OPTIONS, "optimizer", "muon_lr", "chosen"]:
+    for name in [*settings.OPTIONS, "optimizer", "muon_lr", "chosen"]:
         del saved[name]
     config = read_settings(saved)
     assert options_of(config.model) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -30,18 +31,22 @@ def matrices(shapes: list[tuple[int, int]], seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_three_steps_equal_those_of_torch(precision, monkeypatch):
+@pytest.mark.parametrize(("adjust", "how"), [("match_rms_adamw", "fast"), ("original", "exact")])
+def test_three_steps_equal_those_of_torch(precision, adjust, how, monkeypatch):
     """Theirs computes in bf16 always. Ours too: equal up to the order of sums; ours in fp32: up to bf16's rounding."""
     shapes = [(8, 8), (8, 8), (32, 8), (8, 32), (8, 8)]
     ours = [nn.Parameter(value) for value in matrices(shapes, 1)]
     theirs = [nn.Parameter(value) for value in matrices(shapes, 1)]
     if precision == "bf16":
         monkeypatch.setattr(
-            muon, "orthogonalize", lambda x: orthogonalize(x.bfloat16()).to(torch.float32)
+            muon, "orthogonalize", lambda x, how: orthogonalize(x.bfloat16(), how).to(torch.float32)
         )
     settings = {"lr": 0.02, "weight_decay": 0.1}
-    mine = Muon([{"params": ours, "weight_decay": 0.1}], lr=0.02)
-    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
+    own: Any = {"adjust_lr": adjust, "newton_schulz": how}
+    mine = Muon([{"params": ours, "weight_decay": 0.1} | own], lr=0.02)
+    rounds, coefficients = muon.NEWTON_SCHULZ[how]
+    ns: Any = {"ns_steps": rounds, "ns_coefficients": coefficients}
+    reference = torch.optim.Muon(theirs, adjust_lr_fn=adjust, **ns, **settings)
     for step in range(3):
         for a, b, gradient in zip(ours, theirs, matrices(shapes, 10 + step), strict=True):
             a.grad, b.grad = gradient.clone(), gradient.clone()

@@ -17,7 +17,7 @@ from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import OptimConfig
 from gpt2lab.model.gpt import GPT
-from gpt2lab.optim.muon import ROUNDS
+from gpt2lab.optim.muon import NEWTON_SCHULZ
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import hardware, timing
 from gpt2lab.planner.estimate import (
@@ -193,9 +193,9 @@ def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique, says):
     assert says in hardware.advise_profile(unique, parameters=100_000_000, known=known)
 
 
-@pytest.mark.parametrize("name", ["modern-nano", "modern-small"])
+@pytest.mark.parametrize("name", ["modern-nano", "modern-small", "speedrun"])
 def test_the_flops_of_muons_step_are_those_that_torch_counts(name):
-    assert timing.MUON_ROUNDS == ROUNDS
+    assert {how: rounds for how, (rounds, _) in NEWTON_SCHULZ.items()} == timing.MUON_ROUNDS
     with torch.device("meta"):
         model = GPT(preset(name).model)
     for parameter in model.parameters():
