@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head --model modern-micro --optimizer muon
 
-All but NorMuon are not in the program; docs/log/2026.md has what they brought. Flags that are not of this program
+All but SETTINGS are not in the program; docs/log/2026.md has what they brought. Flags that are not of this program
 go to every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At
 the end all are compared with `none`, seed by seed. All is done in one process, so that what is compiled serves all
 seeds; nothing is saved but the losses.
@@ -34,7 +34,6 @@ from gpt2lab.errors import CheckError, ConfigError
 from gpt2lab.lab import over_seeds
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, RotaryAngles, apply_rotary, attend, embedding
-from gpt2lab.model.loss import cross_entropy_sum, head_cross_entropy_sum
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training import pretrain
@@ -55,7 +54,12 @@ ChangeName = Literal[
     "growing_batch",
     "tail_average",
 ]
-CAP = 15.0  # of a logit
+# What the program has too, as settings; the head of the log's runs began at zero, its cap was Gemma's.
+SETTINGS: dict[ChangeName, dict[str, Any]] = {
+    "untied_head": {"head": "untied"},
+    "soft_cap": {"logit_cap": 15.0},
+    "normuon": {"optimizer": "normuon"},
+}
 TAIL = 0.01  # of the run's steps: what the average of the weights spans
 # From these parts of the tokens on, so many half batches a step; the rate follows the root of the batch.
 GROWTH = ((0.0, 1), (1 / 3, 2), (2 / 3, 4))
@@ -83,41 +87,12 @@ class GainlessNorm(nn.Module):
         return F.rms_norm(x, (x.size(-1),), eps=1e-5)
 
 
-def untie_head(model: GPT) -> None:
-    """Give the head a matrix of its own (V, C), begun at zero."""
-    own = model.lm_head = nn.Parameter(torch.zeros_like(model.wte.weight))
-
-    def loss_sum(stream: Tensor, targets: Tensor) -> Tensor:
-        hidden = model.ln_f(stream)
-        if torch.compiler.is_compiling():
-            return head_cross_entropy_sum(hidden, own, targets, model.config.num_tokens)
-        return cross_entropy_sum(F.linear(hidden, own), targets)
-
-    model.loss_sum = loss_sum  # type: ignore[method-assign]
-    model.masked_logits = lambda hidden: F.linear(hidden, own)  # type: ignore[method-assign]
-
-
 def zero_projections(model: GPT) -> None:
     """Begin the projections into the residual stream at zero."""
     with torch.no_grad():
         for block in blocks_of(model):
             block.attn.c_proj.weight.zero_()
             block.mlp.c_proj.weight.zero_()
-
-
-def cap_logits(model: GPT) -> None:
-    """Bound logits by CAP tanh(logit / CAP). Source: Gemma 2 (arXiv:2408.00118), section 2."""
-
-    def masked_logits(hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, model.wte.weight).float()
-        return CAP * torch.tanh(logits / CAP)
-
-    def loss_sum(stream: Tensor, targets: Tensor) -> Tensor:
-        logits = masked_logits(model.ln_f(stream))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-    model.loss_sum = loss_sum  # type: ignore[method-assign]
-    model.masked_logits = masked_logits  # type: ignore[method-assign]
 
 
 def remove_biases_and_gains(model: GPT) -> None:
@@ -174,9 +149,7 @@ def add_value_embeddings(model: GPT) -> None:
 
 
 OF_THE_MODEL: dict[ChangeName, Callable[[GPT], None]] = {
-    "untied_head": untie_head,
     "zero_projections": zero_projections,
-    "soft_cap": cap_logits,
     "no_biases_no_gains": remove_biases_and_gains,
     "value_embeddings": add_value_embeddings,
 }
@@ -248,9 +221,8 @@ def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> 
     """Train to the end and return what OUT.jsonl keeps."""
     request = parse(flags).request
     values: dict[str, Any] = {"seed": seed, "run_name": None}  # a new one: no folder is made
-    if change == "normuon":
-        values["optimizer"] = "normuon"
-    elif change == "growing_batch":
+    values |= SETTINGS.get(change, {})
+    if change == "growing_batch":
         if request.config.length.max_tokens is None:
             raise ConfigError("--changes growing_batch needs the run's length as --max_tokens")
         batch = request.config.batch

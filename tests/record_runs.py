@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Start | str, ...]] = {
         " --activation_checkpointing=block",
         LATEST,
     ),
+    "speedrun": (f"{FIVE} --model=speedrun", LATEST),
     "schedule": (f"{EIGHT} --lr_schedule=wsd --warmup_steps=2 --min_lr=0.0001 --seed=7",),
     "micro_batches": (f"{FIVE} --mini_batch_size=1", f"{LATEST} --mini_batch_size=4"),
     "killed": (Start(EIGHT, fault="step:kill9@7"), LATEST),

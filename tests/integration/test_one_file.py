@@ -20,7 +20,6 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.data.manifest import FORMAT, write_manifest
 from gpt2lab.data.shards import measure_shard, open_shard
-from gpt2lab.optim import optimizers
 from gpt2lab.tokenizers.opening import record_of
 from gpt2lab.tokenizers.plain import BYTES
 
@@ -139,7 +138,7 @@ def test_its_defaults_are_the_trainers():
         assert defaults[name] == ours[name], name
     assert one_file.parse([]).shuffle == ours["shuffle"]
     assert (ours["weight_decay"], ours["grad_clip"]) == (one_file.DECAY, one_file.GRAD_CLIP)
-    assert ((ours["beta1"], ours["beta2"]), optimizers.EPS) == (one_file.BETAS, one_file.EPS)
+    assert ((ours["beta1"], ours["beta2"]), ours["adam_eps"]) == (one_file.BETAS, one_file.EPS)
     assert (ours["eval_freq"], ours["val_tokens"]) == (one_file.EVAL_FREQ, one_file.VAL_TOKENS)
 
 

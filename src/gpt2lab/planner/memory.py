@@ -64,6 +64,7 @@ class _BlockBytes:
     def __init__(self, model: ModelConfig, *, bf16: bool, frozen: bool) -> None:
         """Count a block of this model; `frozen`: its weights have no gradient, adapters beside them do."""
         H, rms, wide = model.n_head, model.norm == "rmsnorm", 4 if bf16 else 8
+        self.rms = rms
         # GPT-2: two norms' inputs and outputs, qkv, attention, fc, GELU.
         self.saved = 36 if bf16 else 64
         # Of all channels of a token: attention's logsumexp, mean and deviation of two norms.
@@ -73,11 +74,11 @@ class _BlockBytes:
         self.norm = 12  # in all, in a norm's backward
         self.last_norm = 6 if bf16 else 8  # input and output of the norm before the head
         self.last_norm_per_token = 8
-        if model.positions == "rotary" or model.qk_norm == "rmsnorm":
+        if model.positions != "learned" or model.qk_norm != "none":
             # Queries and keys beside qkv. Attention's result is laid out like them, so that joining heads is a copy.
             self.saved += wide + (0 if H == 1 else wide // 2)
             self.attention += wide
-        if model.qk_norm == "rmsnorm":
+        if model.qk_norm != "none":
             # Queries and keys divided by their size, and the sizes; under autocast also what was divided, in fp32.
             self.saved += 16 if bf16 else 8
             self.attention += 16 if bf16 else 8
@@ -88,6 +89,8 @@ class _BlockBytes:
             self.attention += 4
             self.into_qkv += 4
             self.norm, self.last_norm, self.last_norm_per_token = 24, self.last_norm + 4, 4
+        if model.qk_norm == "gainless":
+            self.saved -= 8
         if frozen:  # a gain without gradient needs no input of its own
             self.saved -= 8 * rms + 8 * (model.qk_norm == "rmsnorm")
             self.last_norm -= 4 * rms
@@ -135,6 +138,7 @@ class StepMemory:
         self.gathers = parallel == "fsdp"  # weights are full only while they are needed
         # A block's matrices are gathered in bf16, so that autocast copies none; the rest of it counts as outside.
         self.gathers_bf16 = self.gathers and param_dtype == "bf16"
+        self.is_untied, self.is_capped = model.head == "untied", model.logit_cap > 0
         self._count_elements(model, micro_batch * model.context_length)
         self._count_activations(model, accumulation, recompute, tuning)
         self._count_state(model, optimizer, parallel, adapters)
@@ -150,6 +154,9 @@ class StepMemory:
         self.matrix, self.vocab = C * C, model.vocab_size * C
         count = count_block_matrices if self.gathers_bf16 else count_block_parameters
         self.in_block = count(model)
+        # The norm of the gradient, in fp64, has a number for each row of a matrix, and those of vectors.
+        rows = (1 + self.is_untied) * model.vocab_size + 9 * model.n_layer * C
+        self.norms = 4 * rows + 16 * (rows + self.is_untied * model.vocab_size)
         self.weights = (2 if self.gathers_bf16 else 4) * self.in_block
         copied = self.vocab if self.gathers_bf16 else count_matmul_parameters(model)
         self.copies = 2 * copied if self.bf16 else 0
@@ -179,7 +186,9 @@ class StepMemory:
         }[recompute]
         rotation = 4 * model.context_length * C // model.n_head
         # Of the step's token ids, and of RoPE's cosines and sines.
-        self.inputs = 8 * tokens * accumulation + (rotation if model.positions == "rotary" else 0)
+        self.inputs = 8 * tokens * accumulation + rotation * (model.positions != "learned")
+        if model.embedding_norm == "on":  # the embedding, and what a gain multiplies
+            self.inputs += tokens * ((8 if self.each.rms and not self.frozen else 4) * C + 8)
 
     def _count_state(
         self, model: ModelConfig, optimizer: Optimizer, parallel: Parallel, adapters: int
@@ -209,6 +218,11 @@ class StepMemory:
             # Gradients outside the blocks stay full until the last micro-batch.
             self.kept += self.around - self.around // W
         self.stale = 4 * self.in_block if accumulation > 1 else 0
+        # The head's gradient in the backward pass: one that shares a weight waits for the embedding's, and both for
+        # their sum; another is a gradient at once.
+        self.of_head, self.of_both = 4 * self.vocab, 12 * self.vocab
+        if self.is_untied:
+            self.of_head, self.of_both = 0 if self.kept else 4 * self.vocab, 4 * self.vocab
 
     def peak(self) -> Memory:
         """Return the largest of the moments at which memory can peak."""
@@ -238,6 +252,8 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
     saved = s.each.last_norm * s.residual + s.each.last_norm_per_token * s.tokens + s.inputs
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
+    if s.is_capped:  # the logits, their multiple, the root, in fp32; and then a power of the root
+        forward, backward = (12 + 4 + 4) * s.scores, 16 * s.scores + backward
     if s.fused_head:  # logits until the backward pass; then these in fp32 and their gradients
         forward, backward = (2 if s.bf16 else 4) * s.scores, (4 + 4) * s.scores
     weight = 0 if s.frozen else s.vocab
@@ -263,7 +279,7 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
             ("end of forward", saved + forward, 0, later if s.frozen else s.copies),
             ("start of backward", saved + backward, 0, later),
             ("backward of the head", saved + head, 0, later),
-            ("backward of the last norm", s.each.norm * s.residual + s.inputs, 4 * s.vocab, normed),
+            ("backward of the last norm", s.each.norm * s.residual + s.inputs, s.of_head, normed),
         )
     ]
 
@@ -271,8 +287,8 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
 def _within_the_blocks(s: StepMemory) -> list[Memory]:
     """Return the moments of the last and of the first block's backward: it frees activations and makes gradients.
 
-    The head's gradient waits for the embedding's, because they share a weight. Under fsdp a block's weights are full,
-    the next block's arrive, the gradients of the block above leave, and both use a buffer.
+    Under fsdp a block's weights are full, the next block's arrive, the gradients of the block above leave, and both use
+    a buffer.
     """
     moments, matrix = [], 0 if s.frozen else s.matrix  # a frozen matrix has no gradient
     for block in {s.L, max(1, s.L - 1), 1} if s.gathers else {s.L, 1}:
@@ -308,7 +324,7 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
                     f"backward of block {block}",
                     s,
                     gathered=s.around + buffers + s.stale,
-                    gradients=s.kept + gradients + 4 * s.vocab,
+                    gradients=s.kept + gradients + s.of_head,
                     copies=24 * s.matrix * copied if s.bf16 and not s.gathers_bf16 else 0,
                     activations=activations + s.inputs,
                 )
@@ -317,11 +333,12 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
 
 
 def _at_the_end(s: StepMemory) -> list[Memory]:
-    """Return the moments of the embedding's gradient, the head's and their sum; and of the fused optimizer step."""
-    gradients = (s.kept or s.shard - 4 * s.vocab * s.shard // (4 * s.N)) + 12 * s.vocab
+    """Return the moments of the embedding's gradient, beside the head's; and of the fused optimizer step."""
+    gradients = (s.kept or s.shard - 4 * s.vocab * s.shard // (4 * s.N)) + s.of_both
     gathered, sent = s.around + s.weights, 2 * s.sent + s.sent // s.world_size
     return [
         _moment("backward of the embedding", s, gathered=gathered, gradients=gradients),
+        _moment("norm of the gradient", s, gradients=s.shard, head=s.norms),
         _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard),
         _moment("exchange of weights", s, gradients=s.shard, head=sent),
     ]

@@ -353,6 +353,8 @@ def _length_of(
         unique = unique or tokens
     if request.epochs is not None and unique is not None:
         tokens = int(request.epochs * unique)
+    if (tokens, steps, request.epochs, request.profile) == (None, None, None, None):
+        steps = config.length.max_steps  # the preset's
     if steps is None:
         default = DEFAULT_TOKENS
         if request.profile is not None:

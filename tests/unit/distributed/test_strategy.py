@@ -74,6 +74,34 @@ def test_two_processes_train_as_one(mode, by_two, alone):
     by_two(mode)[0].assert_same_curve(alone, STEPS)
 
 
+@pytest.fixture(scope="module")
+def speedrun(tiny_run) -> Run:
+    return tiny_run(*HOW, model="speedrun")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [
+        *((2, {"parallel": mode}) for mode in MODES),
+        (4, {}),
+        (1, {"activation_checkpointing": "block"}),
+        (1, {"activation_checkpointing": "selective"}),
+        (1, {"compile": "on"}),
+    ],
+)
+def test_speedrun_trains_alike_in_every_mode(world, how, speedrun, run):
+    run.train(world=world, model="speedrun", **how)
+    run.assert_same_curve(speedrun, STEPS)
+
+
+@pytest.mark.slow
+def test_speedrun_is_resumed_bit_by_bit(speedrun, run):
+    run.killed("step:kill9@8", "--model=speedrun")
+    run.train("--resume=latest")
+    assert run.bits() == speedrun.bits()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_zero1_trains_as_ddp_bit_by_bit(optimizer, by_two):

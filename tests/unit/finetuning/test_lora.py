@@ -15,17 +15,18 @@ import launch
 from conversations import CONTEXT, finetune, flags_of, order_of, write_model, write_pairs
 from ecosystem import works_with
 from gpt2lab.config.derived import BatchPlan
-from gpt2lab.config.schema import Config, SystemConfig, TuningConfig
-from gpt2lab.config.settings import override
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config, OptimConfig, SystemConfig, TuningConfig
+from gpt2lab.config.settings import SIZES, override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.packed import PackedGPT, RowLoader
 from gpt2lab.finetuning.rows import open_instructions
-from gpt2lab.model.gpt import GPT, empty_model
+from gpt2lab.model.gpt import GPT, build_model, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
-from gpt2lab.optim.optimizers import EPS, build_optimizers
+from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
@@ -51,9 +52,14 @@ def load(folder: Path, name: str = "hf") -> GPT:
     return load_weights(target)
 
 
-def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder):
+@pytest.mark.parametrize("is_speedrun", [False, True])
+def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder, is_speedrun):
     model, ids = load(folder), torch.arange(30).view(2, 15)
-    before = model(ids)
+    if is_speedrun:
+        sizes = {name: getattr(model.config, name) for name in (*SIZES, "num_tokens")}
+        config = dataclasses.replace(preset("speedrun").model, **sizes)
+        model = build_model(config, seed=1, device=torch.device("cpu"))
+    before, names = model(ids), {n for n, _ in model.named_parameters()}
     add_lora(model, TUNING)
     init_adapters(model, seed=1)
     assert torch.equal(model(ids), before)
@@ -69,9 +75,7 @@ def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder):
     merge_lora(model)
     assert not any(isinstance(m, LoRALinear) for m in model.modules())
     torch.testing.assert_close(model(ids), tuned, rtol=1e-5, atol=1e-5)
-    assert {n for n, _ in model.named_parameters()} == {
-        n for n, _ in load(folder).named_parameters()
-    }
+    assert {n for n, _ in model.named_parameters()} == names
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -183,7 +187,7 @@ def test_losses_are_those_of_peft(folder):
         [p for p in theirs.parameters() if p.requires_grad],
         lr=rate,
         betas=(optim.beta1, optim.beta2),
-        eps=EPS,
+        eps=OptimConfig.adam_eps,
         weight_decay=0.0,
     )
     strategy = Strategy(Runtime(), SystemConfig(dtype="fp32"))
