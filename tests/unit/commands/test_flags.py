@@ -123,9 +123,10 @@ def test_the_defaults_of_the_contract_hold():
 def test_only_the_architecture_and_the_first_weights_are_fixed():
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
     shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size", "num_tokens"}
-    options = {"positions", "norm", "qk_norm", "activation"}
+    options = {"positions", "norm", "qk_norm", "activation", "norm_eps", "embedding_norm"}
+    options |= {"attention_scale", "head", "logit_cap"}
     lora = {"lora_r", "lora_alpha", "lora_targets"}
-    assert fixed_names == shape | options | lora | {"init_from"}
+    assert fixed_names == shape | options | lora | {"init_from", "weight_init"}
     assert set(ARCHITECTURE) == shape | options
 
 
