@@ -52,7 +52,8 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
-	test test-fast test-core test-slow test-faults faults soak syscall-sweep power-cut-replay wrong-kinds lint clean
+	test test-fast test-core test-slow test-faults faults soak syscall-sweep power-cut-replay wrong-kinds \
+	planted-bugs lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -180,6 +181,9 @@ power-cut-replay: $(VENV)/.installed-dev  ## cut the power at every system call 
 
 wrong-kinds: $(VENV)/.installed-dev  ## try every command on links, pipes, devices and holes in place of each file of a run
 	CASES=all $(PY) -m pytest tests/faults/test_wrong_kinds.py -m fault -s $(ARGS)
+
+planted-bugs: $(VENV)/.installed-dev  ## change one line after another, and tell which changes the tests notice (ARGS="data model")
+	$(PY) benchmarks/plant_bugs.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .
