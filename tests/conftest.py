@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import loopback
+from launch import REPOSITORY
 from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
 from whole_run import LAST, Run
 
@@ -125,14 +126,15 @@ def _stays_on_this_machine() -> Iterator[None]:
 
 
 @pytest.fixture
-def wording(request: pytest.FixtureRequest) -> Callable[[BaseException], None]:
-    """Return a function that compares an error with the one line that is recorded of this case.
+def wording(request: pytest.FixtureRequest) -> Callable[[object], None]:
+    """Return a function that compares an error, or its line, with the one that is recorded of this case.
 
     The lines stand in tests/golden/messages.json; `UPDATE_GOLDEN=1 pytest -n 0 THE_TEST` records them.
     """
 
-    def check(error: BaseException) -> None:
-        line = OF_OTHERS.sub(r"\1", TEMPORARY.sub("FOLDER", str(error)))
+    def check(error: object) -> None:
+        text = str(error).removesuffix("\n").replace(f"{REPOSITORY}/", "")
+        line = OF_OTHERS.sub(r"\1", TEMPORARY.sub("FOLDER", text))
         name = request.node.name
         assert "\n" not in line
         known = json.loads(MESSAGES.read_text())

@@ -176,11 +176,8 @@ def run_start(start: Start, name: str, work: Path, checkout: Path) -> dict[str, 
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(checkout)]),
-        "OMP_NUM_THREADS": "1",
-        "FAULT": start.fault,
-        "TMPDIR": str(work),
-        "XDG_CONFIG_HOME": str(work / "config"),
-        "TORCHINDUCTOR_CACHE_DIR": str(COMPILED),
+        **{"OMP_NUM_THREADS": "1", "FAULT": start.fault, "TMPDIR": str(work)},
+        **{"XDG_CONFIG_HOME": str(work / "config"), "TORCHINDUCTOR_CACHE_DIR": str(COMPILED)},
     }
     done = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS

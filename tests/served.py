@@ -27,9 +27,7 @@ def train(folder: Path) -> Path:
     """Train `base` on text and fine-tune it to `tuned`, some steps each; return the folder of the runs."""
     tiny.write_shards(folder / "data", train=(2003,), val=(650,))
     few = [
-        "--total_batch_size=128",
-        "--max_steps=2",
-        "--eval_freq=0",
+        *("--total_batch_size=128", "--max_steps=2", "--eval_freq=0"),
         f"--context_length={CONTEXT}",
     ]
     flags = [flag for flag in tiny.flags_of(folder, "base") if "hellaswag" not in flag]

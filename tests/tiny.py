@@ -33,6 +33,10 @@ TINY = (
     *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
     *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
 )
+# The four changes of the modern models to GPT-2's network.
+MODERN: dict[str, Any] = {
+    **{"positions": "rotary", "norm": "rmsnorm", "qk_norm": "rmsnorm", "activation": "relu2"}
+}
 
 
 def flags_for(**settings: object) -> list[str]:

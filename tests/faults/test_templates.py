@@ -119,10 +119,8 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
 @pytest.mark.parametrize(
     ("state", "reason", "goes_back"),
     [
-        ("stopped", "max_hours", True),
-        ("stopped", "STOP file", False),
-        ("stopped", "stop_after_steps", False),
-        ("stopped", "early stopping", False),
+        *(("stopped", "max_hours", True), ("stopped", "STOP file", False)),
+        *(("stopped", "stop_after_steps", False), ("stopped", "early stopping", False)),
         ("failed", "a process died", True),
     ],
 )

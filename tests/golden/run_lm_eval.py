@@ -70,12 +70,9 @@ def main(items: str, out: str, which: str = "256") -> None:
                 "task": "hellaswag",
                 "dataset_path": "json",
                 "dataset_kwargs": {"data_files": {"validation": file.name}},
-                "output_type": "multiple_choice",
-                "validation_split": "validation",
-                "process_docs": process_docs,
-                "doc_to_text": "{{query}}",
-                "doc_to_target": "{{label}}",
-                "doc_to_choice": "choices",
+                **{"output_type": "multiple_choice", "validation_split": "validation"},
+                **{"process_docs": process_docs, "doc_to_text": "{{query}}"},
+                **{"doc_to_target": "{{label}}", "doc_to_choice": "choices"},
                 "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
             }
         )
@@ -89,11 +86,8 @@ def main(items: str, out: str, which: str = "256") -> None:
     samples = sorted(answer["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
     summary = answer["results"]["hellaswag"]
     result = {
-        "lm_eval": lm_eval.__version__,
-        "model": description,
-        "acc": summary["acc,none"],
-        "acc_se": summary["acc_stderr,none"],
-        "acc_norm": summary["acc_norm,none"],
+        **{"lm_eval": lm_eval.__version__, "model": description, "acc": summary["acc,none"]},
+        **{"acc_se": summary["acc_stderr,none"], "acc_norm": summary["acc_norm,none"]},
         "acc_norm_se": summary["acc_norm_stderr,none"],
         "items": [
             {

@@ -381,11 +381,7 @@ REFUSALS: dict[str, list[str]] = {
     "resume of nothing": [*PLAN, "--resume=latest"],
     "resume of a missing step": [*PLAN, *OWN, "--resume=777"],
     "auto without a name": [
-        TRAIN,
-        "--dry_run",
-        "--data_dir=data",
-        "--checkpoint_dir=runs",
-        "--resume=auto",
+        *(TRAIN, "--dry_run", "--data_dir=data", "--checkpoint_dir=runs", "--resume=auto"),
     ],
     "another rate": [*PLAN, *OWN, "--resume=5", "--max_lr=0.5"],
     "another architecture": [*PLAN, *OWN, "--resume=5", "--n_layer=3"],

@@ -185,12 +185,9 @@ def test_the_picture_of_speeds_repeats_the_table():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         rows.setdefault(cells[0], [cell.replace(",", "") for cell in cells[1::2]])
     names = {
-        "gpt2lab, bf16": "ours",
-        "gpt2lab, fp32": "ours in fp32",
-        "predecessor, bf16": "predecessor",
-        "litgpt, bf16": "litgpt",
-        "nanoGPT, fp32": "nanoGPT",
-        "Hugging Face, fp32": "Hugging Face",
+        **{"gpt2lab, bf16": "ours", "gpt2lab, fp32": "ours in fp32"},
+        **{"predecessor, bf16": "predecessor", "litgpt, bf16": "litgpt"},
+        **{"nanoGPT, fp32": "nanoGPT", "Hugging Face, fp32": "Hugging Face"},
     }
     for column, speeds in enumerate(drawn["tokens_per_second"].values()):
         assert {name: rows[names[name]][column] for name in speeds} == {

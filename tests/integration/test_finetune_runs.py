@@ -138,9 +138,7 @@ def test_other_conversations_are_rejected_on_resume(folder, tmp_path):
     moved = shutil.move(pairs, tmp_path / "moved.jsonl")
     finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
     moved.write_text(spaced.replace("And?", "Then?"))
-    with pytest.raises(
-        ConfigError, match=r"would change the training computation: data .*allow_change data"
-    ):
+    with pytest.raises(ConfigError, match=r"data .*allow_change data"):
         finetune([*flags, "--resume=latest"])
     with pytest.raises(ConfigError, match=r"packing on -> off"):
         finetune([*flags, "--resume=latest", "--packing=off"])

@@ -14,13 +14,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import launch
 from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.schema import DataConfig
 from gpt2lab.config.settings import override
+from gpt2lab.data.mixture import check_epochs
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
-from tiny import TINY, VOCAB, parse, pretrain, write_shards
+from tiny import TINY, VOCAB, parse, pretrain, resolved, write_shards
 
 T, S, LAST = 16, 8, 24
 CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14
@@ -134,7 +137,10 @@ def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(data, t
     run = train(data, tmp_path, "run", "--data_weights_at", "2816:0,0,1", "--stop_after_steps=6")
     with pytest.raises(ConfigError, match=r"data_weights_at 2816:0,0,1 -> 1700.*--allow_change"):
         train(data, tmp_path, "run", "--resume=latest")
-    train(data, tmp_path, "run", "--resume=latest", "--allow_change=data_weights_at")
+    allowed = ("--resume=latest", "--allow_change=data_weights_at")
+    at_once = flags_of(data, tmp_path, "run", "--data_weights_at", f"{6 * S * T}:0,0,1", *allowed)
+    assert set(resolved(at_once).changes) == {"data_weights_at"}
+    train(data, tmp_path, "run", *allowed)
     assert last(run, "resume")["level"] == "changed"
     assert hashes(run) == hashes(straight)
     with pytest.raises(ConfigError, match="--allow_change data "):  # 600 tokens are long past
@@ -237,12 +243,16 @@ def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(data
     assert str(error.value).startswith("late: this run takes 68 of its 110 windows, 0.62 passes, ")
     assert "--max_source_epochs allows 0.5; lower its weight" in str(error.value)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(
-        ConfigError, match=r"easy: .* 3.49 passes, and --max_source_epochs allows 3"
-    ):
+    with pytest.raises(ConfigError, match=r"easy: .* 3.49 passes, .* allows 3"):
         one = (f"--data_dir={data / 'easy'}", "--data_weights_at", "--max_steps=48")
         train(data, tmp_path, "run", *one, "--max_source_epochs=3")
     train(data, tmp_path, "run", "--max_source_epochs", "4", "late:0.7", "--stop_after_steps=1")
+    order, easy = resolved(flags_of(data, tmp_path, "r")).order, data / "easy"
+    exact = order.orders[0]
+    sources = read_sources(DataConfig(data_dir=(str(easy),), max_source_epochs=("2",)))
+    check_epochs(sources, exact, samples=2 * exact.windows_per_epoch)
+    with pytest.raises(ConfigError):
+        check_epochs(sources, exact, samples=2 * exact.windows_per_epoch + 1)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -145,14 +145,9 @@ def test_its_defaults_are_the_trainers():
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--n_layers=2", "--n_layers"),
-        ("--n_layer=two", "n_layer"),
-        ("--n_layer=0", "n_layer"),
-        ("--n_embd=33", "n_head"),
-        ("--mini_batch_size=3", "total_batch_size"),
-        ("--max_lr=nan", "max_lr"),
-        ("--seed=-1", "seed"),
-        ("--shuffle=all", "shuffle"),
+        *(("--n_layers=2", "--n_layers"), ("--n_layer=two", "n_layer"), ("--n_layer=0", "n_layer")),
+        *(("--n_embd=33", "n_head"), ("--mini_batch_size=3", "total_batch_size")),
+        *(("--max_lr=nan", "max_lr"), ("--seed=-1", "seed"), ("--shuffle=all", "shuffle")),
         ("--vocab_size=99", "vocab_size"),
         ("--context_length=100000", "context_length"),
         ("--data_dir=nowhere", "prepare_data.py"),

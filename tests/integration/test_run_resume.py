@@ -74,6 +74,10 @@ def test_a_floor_that_was_typed_stays_where_it_is(run):
     run.train("--max_steps=4", "--stop_after_steps=2", "--min_lr=3e-5")
     run.train("--resume=latest", "--max_steps=4", "--max_lr=1e-3", "--allow_change=max_lr")
     assert run.checkpoints()[4].manifest["config"]["min_lr"] == 3e-5
+    longer = (
+        *("--resume=latest", "--max_steps=6", "--max_lr=2e-3", "--allow_change=max_steps,max_lr"),
+    )
+    assert "min_lr" in str(run.rejected(*longer, "--min_lr=4e-5")), "it does not follow"
 
 
 def test_muon_logs_and_tells_both_learning_rates(run, capsys):
@@ -197,11 +201,8 @@ def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
     evals = {event["step"]: event["val_loss"] for event in run.events("eval")}
     assert evals[6] < evals[3], "the claim needs a second best"
     assert run.labels() == {
-        "epoch_0001": "step_00000002",
-        "epoch_0002": "step_00000004",
-        "epoch_0003": "step_00000006",
-        "best_prev": "step_00000003",
-        "best": "step_00000006",
+        **{"epoch_0001": "step_00000002", "epoch_0002": "step_00000004"},
+        **{"epoch_0003": "step_00000006", "best_prev": "step_00000003", "best": "step_00000006"},
     }
     assert list(run.checkpoints()) == [2, 3, 4, 6]
 
@@ -261,9 +262,7 @@ def test_another_model_is_rejected_as_such_wherever_one_stands(run, tmp_path, mo
     run.train("--max_steps=4", "--stop_after_steps=2")
     monkeypatch.chdir(tmp_path)
     argv = [
-        "--model=gpt2-mini",
-        "--resume=latest",
-        "--run_name=tiny",
+        *("--model=gpt2-mini", "--resume=latest", "--run_name=tiny"),
         f"--checkpoint_dir={run.path.parent}",
     ]
     with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):

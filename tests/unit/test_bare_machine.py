@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import launch
 from launch import REPOSITORY
@@ -29,14 +27,7 @@ def run_with_few_packages(program: str) -> str:
     hidden = {MODULES.get(name, name) for name in named - CARRIED - OF_TORCH}
     assert {"tqdm", "scipy", "hypothesis", "psutil"} < hidden
     program = f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n{program}"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=launch.REPOSITORY,
-        env=launch.environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    done = launch.python("-c", program, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -12,20 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gpt2lab"
 
 # The core, top first: a room imports only from itself and from rooms above it, and never from a satellite.
 CORE = [
-    "errors",
-    "paths",
-    "fmt",
-    "files",
-    "config",
-    "tokenizers",
-    "model",
-    "optim",
-    "distributed",
-    "checkpoint",
-    "data",
-    "runs",
-    "evaluation",
-    "training",
+    *("errors", "paths", "fmt", "files", "config", "tokenizers", "model", "optim", "distributed"),
+    *("checkpoint", "data", "runs", "evaluation", "training"),
 ]
 # A satellite imports the core, and of the other satellites only those named here.
 SATELLITES: dict[str, set[str]] = {
@@ -41,36 +29,15 @@ SATELLITES: dict[str, set[str]] = {
 
 # What lists, plans, prints help or rejects a command line must answer at once: these never import torch, at any depth.
 WITHOUT_TORCH = [
-    "errors",
-    "paths",
-    "fmt",
-    "files",
-    "config",
-    "tokenizers",
-    "planner",
-    "runs.history",
-    "runs.summary",
-    "runs.overview",
-    "runs.folder",
-    "runs.console",
-    "report.page",
-    "checkpoint.catalog",
-    "data.manifest",
-    "data.shards",
-    "interop.token_files",
-    "data.order",
-    "data.mixture",
-    "training.resolve",
-    "training.recipe",
-    "finetuning.recipe",
+    *("errors", "paths", "fmt", "files", "config", "tokenizers", "planner", "runs.history"),
+    *("runs.summary", "runs.overview", "runs.folder", "runs.console", "report.page"),
+    *("checkpoint.catalog", "data.manifest", "data.shards", "interop.token_files", "data.order"),
+    *("data.mixture", "training.resolve", "training.recipe", "finetuning.recipe"),
     "commands.dry_run",
 ]
 # Their functions import torch when they are called, to build or to measure.
 LATE = {
-    "planner.extension",
-    "training.resolve",
-    "training.recipe",
-    "finetuning.recipe",
+    *("planner.extension", "training.resolve", "training.recipe", "finetuning.recipe"),
     "commands.dry_run",
 }
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.
@@ -78,12 +45,7 @@ COMPUTING = {"commands.preflight", "commands.trials", "commands.import_checkpoin
 # What stands before the layers: the API, whose names are imported when they are used, and the entry points.
 ENTRANCES = {"", "__main__", "train", "finetune"}
 HEAVY = {
-    "torch",
-    "safetensors",
-    "datasets",
-    "huggingface_hub",
-    "matplotlib",
-    "transformers",
+    *("torch", "safetensors", "datasets", "huggingface_hub", "matplotlib", "transformers"),
     "pandas",
 }
 
@@ -175,10 +137,7 @@ def late():
     from gpt2lab.model.gpt import GPT
 """
     assert {own_module(name) for name in imported_names(source)} == {
-        None,
-        "fmt",
-        "data.order",
-        "model.gpt",
+        *(None, "fmt", "data.order", "model.gpt"),
     }
     assert "torch.nn" in imported_names(source)
     assert "gpt2lab.model.gpt.GPT" not in imported_names(source, at_top_level=True)

@@ -43,12 +43,7 @@ def compared(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> int:
         (lambda run: run.update(failed="it hangs"), "/plain/failed"),
     ],
 )
-def test_a_planted_difference_is_one_line(
-    change: Callable[[dict[str, Any]], object],
-    place: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_planted_difference_is_one_line(change, place, tmp_path, capsys):
     assert compared(tmp_path, change) == 1
     line, summary = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{place}: ")
@@ -59,9 +54,7 @@ def test_a_run_that_is_missing_is_a_difference() -> None:
     assert record_runs.compare(RECORDING, {}) == 1
 
 
-def test_added_keys_are_reported_once_and_are_no_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_added_keys_are_reported_once_and_are_no_difference(tmp_path, capsys):
     def change(run: dict[str, Any]) -> None:
         run["config"]["chosen"] = ["max_lr"]
         for event in run["events"]:

@@ -204,10 +204,8 @@ def exchange_checkpoints(folder: Path, runtime: Runtime) -> None:
 def main(folder: Path) -> None:
     runtime = Runtime()
     for how in (
-        {},
-        {"optimizer": "muon", "recompute": "block"},
-        {"model": MODERN, "recompute": "selective"},
-        {"lora": True},
+        *({}, {"optimizer": "muon", "recompute": "block"}),
+        *({"model": MODERN, "recompute": "selective"}, {"lora": True}),
     ):
         compare_steps(runtime, **how)
     compare_micro_batches(runtime)

@@ -14,13 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch
 
 from benchmarks.live_bytes import peak_of_step
-from gpt2lab.config.schema import (
-    ActivationCheckpointing,
-    ModelConfig,
-    OptimConfig,
-    Parallel,
-    SystemConfig,
-)
+from gpt2lab.config import schema
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -52,7 +47,7 @@ for config, B, A, dtype, optimizer in CASES:
     for parallel, param_dtype in MODES:
         if param_dtype == "bf16" and dtype != "bf16":
             continue
-        for recompute in get_args(ActivationCheckpointing):
+        for recompute in get_args(schema.ActivationCheckpointing):
             if recompute != "none" and (config, A) != (CASES[0][0], 1):
                 continue
             strategy = Strategy(

@@ -80,9 +80,7 @@ def test_the_page_shows_the_runs_of_the_file(capsys):
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        ("changes", "12345"),
-        ("normuon_longer", "123"),
-        ("normuon_mini", "12345"),
+        *(("changes", "12345"), ("normuon_longer", "123"), ("normuon_mini", "12345")),
         ("normuon_mini_longer", "12345"),
     ],
 )

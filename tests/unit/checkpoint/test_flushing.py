@@ -79,7 +79,7 @@ def test_a_retired_checkpoint_has_lost_its_name_on_the_disk_before_its_files_go(
 
 
 def test_newer_checkpoints_are_set_aside_on_the_disk_before_the_log_goes_back(run, listen):
-    run.train("--max_steps=6", "--stop_after_steps=4")
+    run.train("--max_steps=8", "--stop_after_steps=6")
     begun: dict[str, int] = {}
 
     def hear(name: str, path: Path) -> None:
@@ -88,9 +88,11 @@ def test_newer_checkpoints_are_set_aside_on_the_disk_before_the_log_goes_back(ru
         elif name == "fsync" and path == run.path and "aside" in begun:
             begun.setdefault("run", len(run.events("begin")))
 
+    catalog.set_label(run.path, "mine", 4)
     listen(hear)
     run.train("--resume=2")
     assert begun == {"aside": 1, "run": 1}, "without the line of the second start"
+    assert "mine" not in run.labels(), "of one that was set aside, and not the last"
 
 
 def test_the_end_of_the_log_is_on_the_disk_before_the_status_says_completed(run, listen):

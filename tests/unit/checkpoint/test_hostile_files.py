@@ -14,6 +14,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,14 @@ def test_init_from_waits_for_no_pipe(hf, tiny_flags, name):
     pipe(hf / name)
     with pytest.raises(CheckpointError, match=r"^.*(not a file|neither a run).*$"):
         resolve(parse([*tiny_flags, f"--init_from={hf}"]), world_size=1, set_aside=False)
+
+
+def test_the_weights_end_where_their_header_says(tmp_path):
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    for size in (3, 4, 5):
+        (path := tmp_path / "w").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+        with pytest.raises(CheckpointError) if size != 4 else nullcontext():
+            assert read_shapes(path) == {"w": (1,)}
 
 
 HEADERS = st.binary(max_size=60) | st.recursive(

@@ -308,22 +308,24 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypa
 
 def test_a_stop_allows_for_a_save_in_flight_and_its_own(run, monkeypatch):
     """From the end of the first save on, and from the first step of a resume; a slow last save is no hang."""
-    margins, limits, plain = {}, {}, StepPipeline.finish
+    margins, limits, saves, plain = {}, {}, {}, StepPipeline.finish
 
     def finish(self: StepPipeline) -> bool:
         while self.saver.is_writing():
             time.sleep(0.01)
         continues = plain(self)
         margins[self.state.step] = self.control.margin_seconds
+        saves[self.state.step] = self.saver.stop_seconds
         limits[self.state.step] = self.control._heartbeat.limit_seconds("saving")
         return continues
 
     monkeypatch.setattr(StepPipeline, "finish", finish)
-    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@*")
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.9@2")
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=7")
     run.train(*flags, "--hang_seconds=0", "--stop_after_steps=6")
     run.train(*flags, "--resume=latest")
-    first, _, third, _ = (event["seconds"] for event in run.events("checkpoint"))
+    first, second, third, _ = (event["seconds"] for event in run.events("checkpoint"))
     assert margins[4] >= 1.5 * 2 * first
     assert margins[7] >= 1.5 * 2 * third
+    assert (saves[6], saves[7]) == pytest.approx((2 * max(first, second), 2 * third))
     assert limits[5] >= 10 * first, "not ten times what training waited"

@@ -387,9 +387,7 @@ def test_run_name_must_be_a_plain_name(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--json"],
-        ["--allow_change=max_lr"],
-        ["--resume=auto", "--allow_change=bogus"],
+        *(["--json"], ["--allow_change=max_lr"], ["--resume=auto", "--allow_change=bogus"]),
         ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
     ],
 )

@@ -154,13 +154,7 @@ def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path):
     programs: list[list[str]] = [[str(SCRIPTS / name), *more] for name, more in words.items()]
     programs += [[str(TRAIN)], ["-m", "gpt2lab", "train"], ["-m", "gpt2lab.train"]]
     for program in programs:
-        done = subprocess.run(
-            [sys.executable, "-S", *program],
-            cwd=TRAIN.parent,
-            env=launch.environment(PYTHONPATH=str(TRAIN.parent)),
-            capture_output=True,
-            text=True,
-        )
+        done = launch.python("-S", *program, folder=TRAIN.parent)
         line = r"error: \S+ has no package \w+; use .*requirements\.txt.*\n"
         assert re.fullmatch(line, done.stderr), program
         assert done.returncode == 2, program
@@ -347,15 +341,10 @@ def test_half_written_checkpoints_are_never_listed(tmp_path, capsys):
 
 def test_a_terminal_that_lacks_a_character_is_no_error(runs, tmp_path):
     (tmp_path / "läufe").symlink_to(runs)
-    answer = subprocess.run(
-        [sys.executable, str(TRAIN), "--list_checkpoints", "--checkpoint_dir", "läufe"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=launch.HANG_SECONDS,
-    )
-    assert (answer.returncode, answer.stderr) == (0, b"")
-    assert answer.stdout.startswith(b"l\\xe4ufe/")
+    words = (TRAIN, "--list_checkpoints", "--checkpoint_dir", "läufe")
+    answer = launch.python(*words, folder=tmp_path, PYTHONIOENCODING="ascii")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("l\\xe4ufe/")
 
 
 @pytest.mark.parametrize(

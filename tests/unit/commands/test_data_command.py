@@ -51,7 +51,7 @@ def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(tmp_path, 
     generator = np.random.default_rng(1)
     train = [generator.integers(0, 50257, 2000).astype(np.uint16) for _ in range(2)]
     val = generator.integers(0, 50257, 1000).astype(np.uint16)
-    val[500:800] = train[1][90:390]
+    val[500:800] = val[100:400] = train[1][90:390]
     for index, ids in enumerate(train):
         np.save(tmp_path / f"some_train_{index:06d}.npy", ids)
     np.save(tmp_path / "some_val_000000.npy", val)
@@ -179,10 +179,8 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("nothing", "no train shards"),
-        ("no validation", "no val shards"),
-        ("large id", r"train\.bin: token id 60000"),
-        ("odd size", r"val\.bin: 1399 bytes"),
+        *(("nothing", "no train shards"), ("no validation", "no val shards")),
+        *(("large id", r"train\.bin: token id 60000"), ("odd size", r"val\.bin: 1399 bytes")),
         ("empty", r"val\.bin: empty"),
     ],
 )
@@ -279,10 +277,8 @@ def test_merge_as_a_user_calls_it(tmp_path):
     [
         ([], "give a verb: verify, stats, show, import, merge or tokenizer"),
         (["varify", "x"], "unknown verb 'varify': did you mean verify?"),
-        (["verify"], "FOLDER is missing"),
-        (["verify", "nowhere"], "nowhere"),
-        (["merge", "out"], "no parts given"),
-        (["show", "--run", "x"], "--step"),
+        *((["verify"], "FOLDER is missing"), (["verify", "nowhere"], "nowhere")),
+        *((["merge", "out"], "no parts given"), (["show", "--run", "x"], "--step")),
     ],
 )
 def test_a_wrong_call_is_one_line(words, message):

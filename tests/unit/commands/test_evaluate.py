@@ -40,9 +40,6 @@ def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
     return next(e for e in launch.events(folder / "runs" / run, kind) if e["step"] == step)
 
 
-# -- evaluate --------------------------------------------------------------------------------------------------------
-
-
 def test_evaluate_repeats_the_runs_own_numbers(folder):
     event, scores = last(folder, "a", "eval"), last(folder, "a", "hellaswag")
     both = ask("evaluate.py", "a", "--val=data", "--hellaswag", "--json", folder=folder)
@@ -219,9 +216,6 @@ print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
     done = launch.python("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-# -- compare ---------------------------------------------------------------------------------------------------------
 
 
 def test_compare_is_the_paired_difference(folder):

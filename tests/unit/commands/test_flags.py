@@ -299,10 +299,8 @@ def rejection(*argv: str) -> str:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("--n_layers=3", "--n_layer"),
-        ("--max_step", "--max_steps"),
-        ("--mini_batchsize=4", "--mini_batch_size"),
-        ("--list_checkpoint", "--list_checkpoints"),
+        *(("--n_layers=3", "--n_layer"), ("--max_step", "--max_steps")),
+        *(("--mini_batchsize=4", "--mini_batch_size"), ("--list_checkpoint", "--list_checkpoints")),
         ("--checkpoints_dir=x", "--checkpoint_dir"),
     ],
 )
@@ -317,11 +315,8 @@ def test_an_unknown_flag_that_resembles_nothing_gets_no_guess():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("num_layers", "n_layer"),
-        ("embd_size", "n_embd"),
-        ("num_heads", "n_head"),
-        ("logdir", "checkpoint_dir"),
-        ("tensorboard_dir", "checkpoint_dir"),
+        *(("num_layers", "n_layer"), ("embd_size", "n_embd"), ("num_heads", "n_head")),
+        *(("logdir", "checkpoint_dir"), ("tensorboard_dir", "checkpoint_dir")),
         ("steps_per_epoch", "num_epochs"),
     ],
 )
@@ -344,11 +339,8 @@ def test_a_flag_of_another_program_names_ours(theirs):
 @pytest.mark.parametrize(
     ("flag", "ours"),
     [
-        ("--learning_rate", "max_lr"),
-        ("--lr", "max_lr"),
-        ("--batch_size", "mini_batch_size"),
-        ("--block_size", "context_length"),
-        ("--max_iters", "max_steps"),
+        *(("--learning_rate", "max_lr"), ("--lr", "max_lr"), ("--batch_size", "mini_batch_size")),
+        *(("--block_size", "context_length"), ("--max_iters", "max_steps")),
         ("--gradient_accumulation_steps", "total_batch_size"),
         ("--train.lr_warmup_steps", "warmup_steps"),
     ],

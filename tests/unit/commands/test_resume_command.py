@@ -51,9 +51,7 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
     found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
     assert found.start.checkpoint is not None
     assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
-        8,
-        12,
-        2,
+        *(8, 12, 2),
     )
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command

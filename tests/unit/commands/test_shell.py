@@ -21,14 +21,9 @@ from hypothesis import strategies as st
 
 from ecosystem import works_with
 from gpt2lab import fmt, paths
+from gpt2lab.commands import resume_command
 from gpt2lab.commands.command_line import parse
-from gpt2lab.commands.resume_command import (
-    Continuation,
-    Job,
-    ResumeCommand,
-    plan_continuation,
-    write,
-)
+from gpt2lab.commands.resume_command import Continuation, ResumeCommand, plan_continuation, write
 from launch import REPOSITORY
 from whole_run import Run
 
@@ -109,7 +104,7 @@ def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words,
             found.start, run_dir=here, changes={"sample_prompt": ["", change]}
         )
         meant = ["src/train.py", "--run_name", name, *words]
-        job = Job(name, tuple(meant), folder=here)
+        job = resume_command.Job(name, tuple(meant), folder=here)
         text = write(Continuation(start, job), output=output)
         seen = executed(text, place)
         assert seen[1:] == meant

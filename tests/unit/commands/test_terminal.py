@@ -56,11 +56,8 @@ def runs(tmp_path) -> Path:
         (TRAIN, ["--list_checkpoints", "--verify"]),
         (TRAIN, ["--resume=latest"]),
         (TRAIN, [f"--run_name={EVIL}", "--resume=latest"]),
-        (TRAIN, [f"--{EVIL}"]),
-        ("status", []),
-        ("runs resume-command", [EVIL]),
-        ("runs resume-command", ["nowhere" + EVIL]),
-        ("report", [EVIL]),
+        *((TRAIN, [f"--{EVIL}"]), ("status", []), ("runs resume-command", [EVIL])),
+        *(("runs resume-command", ["nowhere" + EVIL]), ("report", [EVIL])),
     ],
 )
 def test_no_command_prints_a_control_character(runs, program, words):

@@ -278,24 +278,11 @@ def test_what_answers_or_rejects_at_once_never_imports_torch(argv, tmp_path):
 def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
     write_shards(tmp_path / "d", train=(400, 300), val=(150,))
     flags = [
-        *(
-            "--n_layer=1",
-            "--n_head=1",
-            "--n_embd=8",
-            f"--context_length={CONTEXT}",
-            "--max_steps=2",
-        ),
-        *("--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2", "--data_dir=d"),
-        *("--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32"),
+        *("--n_layer=1", "--n_head=1", "--n_embd=8", f"--context_length={CONTEXT}"),
+        *("--max_steps=2", "--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2"),
+        *("--data_dir=d", "--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32"),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, "-m", "gpt2lab.train", *flags],
-        cwd=tmp_path,
-        env=launch.environment(PYTHONPATH=str(SOURCE)),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = launch.python(*command, "-m", "gpt2lab.train", *flags, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(launch.steps(tmp_path / "runs" / "r")) == {1, 2}

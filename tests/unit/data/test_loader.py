@@ -227,10 +227,14 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     first, last = np.array([0]), np.array([90_000])
     assert reader.read(first, last).shape == (1, T + 1)
     reader.wait_until_verified()
-    os.truncate(shard.path, 10_000)
-    assert reader.read(first, first).shape == (1, T + 1)
-    with pytest.raises(DataError, match="ends within the window at token 90000"):
-        reader.read(first, last)
+    for size in (
+        128 + 2 * 90_000 + 2 * T,
+        10_000,
+    ):  # bytes: one id of the window is missing, or all
+        os.truncate(shard.path, size)
+        assert reader.read(first, first).shape == (1, T + 1)
+        with pytest.raises(DataError, match="ends within the window at token 90000"):
+            reader.read(first, last)
     if verify:
         with pytest.raises(
             DataError, match=r"changed while training \(10000 bytes, 200128 before\)"

@@ -60,6 +60,14 @@ def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(prepared, case
         wording(caught.value)
 
 
+@pytest.mark.parametrize("wrong", ["tokens", "bytes"])
+def test_a_size_that_contradicts_the_file_is_rejected(prepared, wrong):
+    place = {"dtype": "<u2", "offset": 128}
+    edit(prepared, lambda m: _first(m).update({**place, wrong: _first(m)[wrong] - 2}))
+    with pytest.raises(DataError):
+        open_data(prepared, vocab_size=50304)
+
+
 def _ours(folder: Path) -> None:
     run_prepare(write_jsonl(folder.with_suffix(".jsonl"), TEXTS), folder, val_tokens=100)
 

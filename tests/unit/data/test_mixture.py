@@ -12,16 +12,9 @@ import pytest
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import DataConfig
+from gpt2lab.data import mixture as mixing
 from gpt2lab.data.manifest import read_manifest, write_manifest
-from gpt2lab.data.mixture import (
-    PATTERN,
-    MixedData,
-    Mixture,
-    build_pattern,
-    count_places,
-    open_sources,
-    training_order,
-)
+from gpt2lab.data.mixture import PATTERN, Mixture, build_pattern, count_places, training_order
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import ConfigError, DataError
@@ -65,7 +58,7 @@ def folders(tmp_path) -> dict[str, Path]:
 
 def opened(*words: object, at: tuple[str, ...] = (), vocab_size: int = VOCAB) -> TokenData:
     data = DataConfig(data_dir=tuple(map(str, words)), data_weights_at=at)
-    return open_sources(read_sources(data), vocab_size=vocab_size)
+    return mixing.open_sources(read_sources(data), vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
@@ -203,10 +196,8 @@ def test_the_fingerprint_is_of_folders_weights_and_changes(folders):
             opened(a),
             opened(f"{a}:1", f"{b}:1"),
             opened(f"{b}:1", f"{a}:1"),  # other seeds
-            opened(f"{a}:2", f"{b}:1"),
-            opened(f"{a}:1", f"{b}:1", at=("1000:1,2",)),
-            opened(f"{a}:1", f"{b}:1", at=("1016:1,2",)),
-            opened(f"{a}:1", f"{b}:1", f"{c}:1"),
+            *(opened(f"{a}:2", f"{b}:1"), opened(f"{a}:1", f"{b}:1", at=("1000:1,2",))),
+            *(opened(f"{a}:1", f"{b}:1", at=("1016:1,2",)), opened(f"{a}:1", f"{b}:1", f"{c}:1")),
         )
     }
     assert len(found) == 7
@@ -258,7 +249,9 @@ def test_other_tokenizers_do_not_mix(folders, tmp_path):
     for one, other in ("ab", "ca"):
         with pytest.raises(DataError, match=f"{folders[other].parent}"):
             opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)
-    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384), MixedData)
+    assert isinstance(
+        opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384), mixing.MixedData
+    )
     for name in "bc":
         known = read_manifest(folders[name])
         (folders[name] / "shards.json").unlink()

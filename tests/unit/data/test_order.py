@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.config.derived import BatchPlan
@@ -96,6 +96,7 @@ def test_each_window_is_seen_once_per_epoch(corpus, shuffle, seed, epoch):
     assert sorted(visited(order, epoch)) == disk
 
 
+@example(corpus=([17], 1), shuffle="windows", seed=1, epoch=1, version=(2, 8))  # 4**2 windows
 @repeatable
 @given(
     corpora(),
@@ -195,9 +196,7 @@ def test_frozen_shard_permutation():
     # A change here means that resumed runs would train on other tokens than they would have.
     order = Order([100] * 7, context_length=10, shuffle="shards", seed=1337)
     assert [order.shard_order(epoch) for epoch in range(4)] == [
-        (0, 1, 2, 3, 4, 5, 6),
-        (0, 3, 1, 4, 5, 2, 6),
-        (6, 0, 5, 3, 2, 1, 4),
+        *((0, 1, 2, 3, 4, 5, 6), (0, 3, 1, 4, 5, 2, 6), (6, 0, 5, 3, 2, 1, 4)),
         (3, 4, 5, 6, 2, 0, 1),
     ]
 

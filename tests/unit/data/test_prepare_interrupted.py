@@ -26,12 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import corpora
 from corpora import (
     TEXTS,
     assert_divided,
-    documents_of,
-    encoded,
-    expected_stream,
     ids_of,
     run_prepare,
     snapshot,
@@ -254,7 +252,7 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
         total += sum(tokens)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
     groups = json.loads((tmp_path / "out" / "shards.json").read_text())["groups"]
-    whole = len(expected_stream(MANY))
+    whole = len(corpora.expected_stream(MANY))
     assert len(groups) > 6
     assert whole < total < whole * (1 + 3 * 2 / len(groups))  # a group each is done again
 
@@ -426,8 +424,13 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path):
     result = run_prepare(folder, tmp_path / "out", skip_bad=True)
     assert result is not None
     assert result.manifest["left_out"] == {"bad": 4 + 1 + 1 + 1, "empty": 0}
-    found = {*documents_of(tmp_path / "out", "train"), *documents_of(tmp_path / "out", "val")}
-    assert found >= set(encoded(MANY[:200]))  # of the truncated archive, some lines may follow
+    found = {
+        *corpora.documents_of(tmp_path / "out", "train"),
+        *corpora.documents_of(tmp_path / "out", "val"),
+    }
+    assert found >= set(
+        corpora.encoded(MANY[:200])
+    )  # of the truncated archive, some lines may follow
 
 
 def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path):
@@ -447,6 +450,17 @@ def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path):
     assert result is not None
     assert result.manifest["left_out"] == {"bad": 1 + 1 + 100, "empty": 0}
     assert_divided(tmp_path / "out", [*MANY[:7], *MANY[8:100], *MANY[200:250], *MANY[251:300]])
+
+
+def test_a_shard_that_cannot_be_linked_is_copied_and_flushed(tmp_path, monkeypatch):
+    """As between two disks: the working folder, which it is copied from, is deleted next."""
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "link", lambda *_: os.rename("nowhere", "x"))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+    )
+    run_prepare(write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out", val_tokens=100)
+    assert {path.name for path in (tmp_path / "out").glob("*_train_*")} <= set(flushed)
 
 
 ARCHIVES = {
@@ -474,7 +488,7 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     assert result is not None
     assert result.total("documents") == 1
     found = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
-    assert found == expected_stream([text])
+    assert found == corpora.expected_stream([text])
 
 
 def parts_of(source: Path, folder: Path, count: int, **sizes: int) -> list[Path]:

@@ -53,6 +53,7 @@ def test_few_long_documents_lose_little_of_their_text(count, tokens, wanted):
 
 def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left():
     assert rule_by_documents(100, [(1, 700), (2, 300)], 1000) is None
+    assert rule_by_documents(100, [(1, 400), (2, 600)], 1000), "the first alone may be longer"
 
 
 def test_copies_of_a_held_out_document_share_one_cap():

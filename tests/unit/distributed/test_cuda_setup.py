@@ -84,10 +84,8 @@ def test_the_compiler_gets_what_the_run_needs(deterministic):
 @pytest.mark.parametrize(
     ("wanted", "dtype", "device", "found"),
     [
-        ("auto", "bf16", "cuda", "bf16"),
-        ("auto", "fp32", "cuda", "fp32"),
-        ("auto", "bf16", "cpu", "fp32"),
-        ("bf16", "bf16", "cpu", "bf16"),
+        *(("auto", "bf16", "cuda", "bf16"), ("auto", "fp32", "cuda", "fp32")),
+        *(("auto", "bf16", "cpu", "fp32"), ("bf16", "bf16", "cpu", "bf16")),
         ("fp32", "bf16", "cuda", "fp32"),
     ],
 )

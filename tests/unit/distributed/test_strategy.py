@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
+from gpt2lab.distributed import sharding
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy, apply_activation_checkpointing
 from gpt2lab.errors import ConfigError
@@ -252,6 +254,15 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def test_a_message_is_as_large_as_its_limit_and_matrices_go_by_their_cost(monkeypatch):
+    monkeypatch.setattr(sharding, "BUCKET_BYTES", 80)
+    pairs = [(torch.zeros(size), torch.zeros(size)) for size in (10, 10, 1, 30, 20)]
+    assert [len(bucket) for bucket in sharding.divide(pairs)] == [2, 1, 1, 1]
+    square, *flat = (nn.Parameter(torch.zeros(sides)) for sides in ((4, 4), (2, 12), (2, 12)))
+    groups = [{"params": [square, *flat], "parts": 1}]
+    assert sharding._owners(groups, 2) == {square: 0, flat[0]: 1, flat[1]: 1}
 
 
 def check_that_buckets_are_cleared() -> None:

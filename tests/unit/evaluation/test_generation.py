@@ -55,9 +55,6 @@ def model_of(folder: Path) -> GPT:
     return completer(folder).model
 
 
-# -- the cache ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [1, 11], [4, 4, 4]])
 def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts):
     config = ModelConfig(n_layer=3, n_head=4, n_embd=32, context_length=12, vocab_size=VOCAB)
@@ -125,6 +122,7 @@ def test_greedy_text_is_what_transformers_generates(folder):
         assert found.text == gpt2_encoding().decode([id for id in new if id != 50256])
         texts.add(found.text)
     assert len(texts) == 4, "the claim needs a model that listens to its prompt"
+    assert len(greedy.encode(" the" * greedy.context_length)) == greedy.context_length, "all fits"
 
 
 def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
@@ -147,9 +145,11 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     text = prompt + greedy(prompt, 40)
     full = text[: CONTEXT + 1]  # the last of them is drawn from a full context
     assert text[CONTEXT + 1 :] == greedy(full[-(CONTEXT // 2) :], len(text) - CONTEXT - 1)
-
-
-# -- draws -------------------------------------------------------------------------------------------------------
+    fits = completer(folder, temperature=0.0, max_new_tokens=CONTEXT + 1 - len(prompt))
+    fits.complete(prompt)
+    assert (fits.outgrew, len(text) > CONTEXT + 1) == (False, True)
+    fits.complete([*prompt, 7])
+    assert fits.outgrew
 
 
 def test_a_sample_depends_on_its_seed_and_place_alone(folder):
@@ -220,9 +220,6 @@ def test_the_benchmark_times_both_ways():
     assert describe(found).startswith("gpt2-nano, 64 tokens: ")
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
-
-
 def test_the_command_prints_prompt_and_text_and_the_speed(folder, monkeypatch):
     argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
     expected = completer(folder, max_new_tokens=5, seed=1337)
@@ -273,37 +270,24 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "problem"),
+    "words",
     [
-        (
-            ["hf", "--prompt", "word " * 49],
-            "the prompt has 50 tokens, the model's context holds 48",
-        ),
-        (["hf"], "nothing to continue: give --prompt TEXT"),
-        (["hf", "--prompt=x", "--interactive"], "give one of --prompt"),
-        (["hf", "--batch=in.txt"], "go together"),
-        (["hf", "--prompt=x", "--out=o"], "go together"),
-        (["no/such/run", "--prompt=x"], "no/such/run: no such folder"),
-        (["hf", "--prompt=x", "--temperature=-1"], "temperature -1.0"),
-        (["hf", "--prompt=x", "--top_p=0"], "top_p 0.0"),
-        (["hf", "--prompt=x", "--num_samples=0"], "num_samples 0"),
-        (["hf", "--batch=long.txt", "--out=o"], "long.txt line 2 has 100 tokens"),
-        (["hf", "--batch=missing.txt", "--out=o"], "missing.txt: No such file"),
-        (["hf", "--batch=empty.txt", "--out=o"], "empty.txt: empty"),
-        (
-            ["hf", "--batch=ok.txt", "--out=no/folder/o"],
-            "No such file or directory; choose another",
-        ),
+        *("hf", "hf --prompt=x --interactive", "hf --batch=in.txt", "hf --prompt=x --out=o"),
+        *("hf --prompt=x --temperature=-1", "hf --prompt=x --top_p=0", "no/such/run --prompt=x"),
+        *("hf --prompt=x --num_samples=0", "hf --batch=long.txt --out=o", "hf --prompt=LONG"),
+        *("hf --batch=missing.txt --out=o", "hf --batch=empty.txt --out=o"),
+        "hf --batch=ok.txt --out=no/folder/o",
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(argv, problem, folder):
+def test_bad_input_is_one_line_and_writes_nothing(words, folder, wording):
     (folder / "long.txt").write_text("fine\n" + "word " * 99 + "\n")
     (folder / "ok.txt").write_text("fine\n")
     (folder / "empty.txt").write_text("")
     before = sorted(folder.iterdir())
+    argv = [word.replace("LONG", "word " * 49) for word in words.split()]
     code, line = ask("sample.py", *argv, "--device=cpu", "--max_new_tokens=2", folder=folder)
     assert code in (2, 75)
-    assert problem in line
+    wording(line)
     assert sorted(folder.iterdir()) == before
 
 

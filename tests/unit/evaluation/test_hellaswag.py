@@ -177,6 +177,8 @@ def test_a_long_context_is_cut_on_the_left(model, tmp_path):
         sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
     np.testing.assert_array_equal(sums[0], sums[1])
     assert np.isfinite(sums[0]).all()
+    (row,) = make_rows([[np.arange(3), np.arange(70)]], context_length=64)
+    assert (row.context.tolist(), row.endings[0].tolist()) == ([5], list(range(6, 70)))
 
 
 def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_path):

@@ -14,14 +14,7 @@ import pytest
 
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_items
-from gpt2lab.evaluation.hellaswag_items import (
-    Item,
-    Questions,
-    fetch_hellaswag,
-    load_questions,
-    read_items,
-    tokenize,
-)
+from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, load_questions, read_items, tokenize
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
 from gpt2lab.training.resolve import resolve, with_hellaswag
@@ -91,7 +84,7 @@ def test_labels_may_be_text_and_line_separators_may_stand_in_texts(tmp_path):
 def test_the_two_texts_of_an_item():
     """Written out by hand: brackets, titles, capitals, and the space that a removed bracket leaves."""
     endings = ("[step] Stir [it] well.", "a", "b  c", "d [title] e")
-    item = Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
+    item = hellaswag_items.Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
     decode = gpt2_encoding().decode
     harness, tutorial = tokenize(item, "harness", GPT2), tokenize(item, "tutorial", GPT2)
     assert decode(harness.context) == "Tea: X. Then"
@@ -100,9 +93,6 @@ def test_the_two_texts_of_an_item():
     assert harness.ending_chars == [11, 1, 3, 4]
     assert decode(tutorial.context) == "X. then [x]"
     assert [decode(ids) for ids in tutorial.endings] == [f" {text}" for text in endings]
-
-
-# -- token ids kept on disk --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -114,7 +104,7 @@ def no_tokenizing(monkeypatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def equal(a: Questions, b: Questions) -> bool:
+def equal(a: hellaswag_items.Questions, b: hellaswag_items.Questions) -> bool:
     return a.fingerprint == b.fingerprint and np.array_equal(a.ending_chars, b.ending_chars)
 
 
@@ -152,9 +142,6 @@ def test_where_nothing_can_be_written_it_works_all_the_same(tmp_path, monkeypatc
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *(".items.jsonl.tokens", "cache", "file", "items.jsonl")
     ]
-
-
-# -- the download ------------------------------------------------------------------------------------------------
 
 
 def test_a_download_is_kept_only_whole(tmp_path):
@@ -201,9 +188,6 @@ def test_a_source_that_breaks_off_is_rejected(tmp_path):
         with pytest.raises(DataError, match=r"truncated or altered|cannot be downloaded"):
             fetch_hellaswag(tmp_path / "x.jsonl", url=url)
     assert list(tmp_path.iterdir()) == []
-
-
-# -- at the start of a run ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_a_heavy_unit_counts_as_what_it_is():
     assert found.mean == 2.0
     # Without each unit the mean is 3, 5/3 and 5/3.
     assert found.se == pytest.approx(math.sqrt(2 / 3 * (1 + 1 / 9 + 1 / 9)))
-    assert found.effective_n == pytest.approx(16 / 6)
+    assert (found.effective_n, found.degrees) == pytest.approx((16 / 6, 16 / 6 - 1))
 
 
 def test_one_unit_has_no_error():

@@ -32,10 +32,7 @@ def folder(tmp_path_factory) -> Path:
     lines.append({"instruction": "Held out", "output": "Hello there"})
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     more = (
-        "--max_steps=90",
-        "--max_lr=0.03",
-        "--eval_freq=0",
-        "--checkpoint_freq=0",
+        *("--max_steps=90", "--max_lr=0.03", "--eval_freq=0", "--checkpoint_freq=0"),
         "--val_fraction=0.2",
     )
     finetune(flags_of(folder, folder / "runs", "tuned", *more, "--packing=off"))
@@ -127,9 +124,7 @@ def test_the_last_exchange_of_a_row_is_found_again():
     spoken = [
         [Turn("user", "Hi"), Turn("assistant", "Yo")],
         [
-            Turn("user", "A"),
-            Turn("assistant", "B b"),
-            Turn("user", "C"),
+            *(Turn("user", "A"), Turn("assistant", "B b"), Turn("user", "C")),
             Turn("assistant", "D d d"),
         ],
     ]

@@ -27,6 +27,8 @@ from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.chat_template import Turn
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 
 
@@ -267,15 +269,18 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path):
         {"instruction": "Say much", "output": "much " * CONTEXT},
         {"instruction": "Say more", "output": "more " * CONTEXT},
     ]
+    said = [Turn("user", "Say all"), Turn("assistant", "all")]
+    room = CONTEXT + 1 - len(chat_template.encode(said, GPT2)[0])
+    lines.insert(0, {"instruction": "Say all", "output": "all" + " all" * room})
     path.write_text("\n".join(map(json.dumps, lines)))
     settings = {"instructions": str(path), "context_length": CONTEXT}
     data = open_instructions(override(Config(), settings), GPT2)
-    assert data.conversations == {"train": 3, "val": 1}
+    assert data.conversations == {"train": 4, "val": 1}
     empty, long = data.warnings
-    assert empty == f"1 conversations with an empty answer left out, first {path}:5"
-    assert long.startswith("2 of 7 conversations are longer than the context of 64 tokens")
-    assert re.search(rf"first {path}:6 has \d+$", long)
-    path.write_text("\n".join(map(json.dumps, lines[4:])))
+    assert empty == f"1 conversations with an empty answer left out, first {path}:6"
+    assert long.startswith("2 of 8 conversations are longer than the context of 64 tokens")
+    assert re.search(rf"first {path}:7 has \d+$", long)
+    path.write_text("\n".join(map(json.dumps, lines[5:])))
     with pytest.raises(DataError, match="of 0 usable conversations none is left for train"):
         open_instructions(override(Config(), settings), GPT2)
     path.write_text("\n\n")

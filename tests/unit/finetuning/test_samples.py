@@ -16,14 +16,8 @@ from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.chat_template import (
-    Turn,
-    as_prompt,
-    can_be_written,
-    encode,
-    encode_typed,
-    prompt_ids,
-)
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.chat_template import Turn, as_prompt, can_be_written, encode, prompt_ids
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 from gpt2lab.training import evaluator
@@ -89,9 +83,7 @@ def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer):
     for typed in ("Who?", " Who? ", as_prompt("Who?"), f"<|endoftext|>{as_prompt('Who?')}"):
         assert prompt_ids(typed, tokenizer) == alone
     turns = [
-        Turn("system", "Be brief."),
-        Turn("user", "Who?"),
-        Turn("assistant", "I."),
+        *(Turn("system", "Be brief."), Turn("user", "Who?"), Turn("assistant", "I.")),
         Turn("user", "Why?"),
     ]
     typed = f"<|endoftext|>Be brief.\n\n{as_prompt('Who?')}I.<|endoftext|>{as_prompt('Why?')}"
@@ -117,4 +109,4 @@ def test_a_tuned_models_prompt_may_hold_the_control_token(folder, sampled):
 def test_a_tokenizer_of_few_characters_cannot_write_the_template():
     assert can_be_written(GPT2)
     assert not can_be_written(CharactersTokenizer("abc\n"))
-    assert encode_typed("ab", CharactersTokenizer("abc\n")) == [0, 1]
+    assert chat_template.encode_typed("ab", CharactersTokenizer("abc\n")) == [0, 1]

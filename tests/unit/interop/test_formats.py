@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 import launch
+import token_files
 from corpora import snapshot
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import open_data
+from gpt2lab.data.shards import open_data, read_document_ends
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
@@ -28,22 +29,7 @@ from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 from tiny import CONTEXT, make_tokens
-from token_files import (
-    FORMATS,
-    GPT2,
-    UNKNOWN,
-    datatrove_files,
-    documents,
-    flat,
-    joined,
-    llmc_shards,
-    made_splits,
-    npy_shards,
-    write_datatrove,
-    write_llmc,
-    write_megatron,
-    write_raw,
-)
+from token_files import FORMATS, documents, flat, llmc_shards, made_splits, write_llmc, write_raw
 from whole_run import Run
 
 
@@ -60,7 +46,7 @@ def test_windows_are_the_ids_that_were_written(tmp_path, name):
     assert manifest.get("layout", "npy") == layout
     data = open_data(tmp_path, vocab_size=50304)
     for split, parts in splits.items():
-        ids = flat(joined(parts))
+        ids = flat(token_files.joined(parts))
         assert data.tokens(split) == len(ids)
         assert {shard.dtype for shard in data.splits[split]} == {dtype}
         whole: list[int] = []
@@ -80,6 +66,11 @@ def test_windows_are_the_ids_that_were_written(tmp_path, name):
     assert verify(tmp_path) == []
 
 
+def test_empty_documents_of_an_index_are_omitted(tmp_path):
+    np.array([0, 3, 3, 7], "<u8").tofile(tmp_path / "index")
+    assert read_document_ends("datatrove", tmp_path / "index").tolist() == [3, 7]
+
+
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith(("datatrove", "Meg"))])
 @pytest.mark.parametrize("place", ["before", "after", "none"])
 def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
@@ -94,7 +85,7 @@ def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
     expected: Place = place if is_known else "none"
     assert data.end_of_text.place == expected
     assert data.end_of_text.id == (END_OF_TEXT if expected != "none" else None)
-    made = joined(splits["val"])
+    made = token_files.joined(splits["val"])
     assert [file["documents"] for file in manifest["files"] if file["split"] == "val"] == [
         len(made)
     ]
@@ -119,7 +110,7 @@ def test_ids_beyond_65535_are_read_whole(tmp_path):
     made = documents(40, 1, largest=128_256, place="none")
     write_llmc(tmp_path / "a_train.bin", made, magic=20240801, version=7)
     write_llmc(tmp_path / "a_val.bin", made[:9], magic=20240801, version=7)
-    import_folder(tmp_path, UNKNOWN)
+    import_folder(tmp_path, token_files.UNKNOWN)
     data = open_data(tmp_path, vocab_size=None)
     reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=128_256)
     windows = reader.read(np.array([0]), np.array([32]))
@@ -129,9 +120,6 @@ def test_ids_beyond_65535_are_read_whole(tmp_path):
     with pytest.raises(DataError, match=r"token id \d{6}, but ids must be below"):
         open_data(tmp_path, vocab_size=50304)
     assert measure(tmp_path)["train"].largest_id == max(flat(made))
-
-
-# -- what is rejected ------------------------------------------------------------------------------------------------
 
 
 def cut(name: str, count: int = 1) -> Callable[[Path], None]:
@@ -189,122 +177,58 @@ def _swap_two_sequences(folder: Path) -> None:
 
 
 LLMC, DS, MEG = "fineweb_train_000002.bin", "3_shuffled.ds", "train_text_document.idx"
-CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "llm.c cut in its ids": ("llm.c", cut(LLMC, 2), f"{LLMC}: .* its header promises .*truncated"),
-    "llm.c cut in its header": ("llm.c", write(LLMC, struct.pack("<iii", 20240520, 1, 9)), "alone"),
-    "llm.c too long": ("llm.c", extend(LLMC), f"{LLMC}: .* promises"),
-    "llm.c of another version": ("llm.c", patch(LLMC, 4, struct.pack("<i", 2)), "version 2 of"),
-    "llm.c of no tokens": (
-        "llm.c",
-        write(LLMC, struct.pack("<256i", 20240520, 1, *[0] * 254)),
-        "empty",
-    ),
-    "llm.c of less than none": ("llm.c", patch(LLMC, 8, struct.pack("<i", -5)), "-5 tokens"),
-    "llm.c big-endian": ("llm.c", patch(LLMC, 0, struct.pack(">i", 20240520)), "big-endian"),
-    "llm.c evaluation": (
-        "llm.c",
-        patch(LLMC, 0, struct.pack("<i", 20240522)),
-        "begins with 20240522",
-    ),
-    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "select the files of one"),
-    "llm.c with an id too large": (
-        "llm.c",
-        patch(LLMC, 1024, struct.pack("<H", 60_000)),
-        "token id 60000",
-    ),
-    "datatrove cut": ("datatrove", cut(DS, 2), f"{DS}: .* promises"),
-    "datatrove cut within an id": ("datatrove", cut(DS, 1), f"{DS}: .* promises"),
-    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document"),
-    "datatrove index short": (
-        "datatrove",
-        cut(f"{DS}.index", 8),
-        r"ends at token \d+, .*metadata says",
-    ),
-    "datatrove index of another": (
-        "datatrove",
-        patch(f"{DS}.index", 0, struct.pack("<Q", 2**40)),
-        "do not ascend",
-    ),
-    "datatrove metadata empty": (
-        "datatrove",
-        write(f"{DS}.metadata", b""),
-        "not datatrove's metadata",
-    ),
-    "datatrove metadata odd": (
-        "datatrove",
-        write(f"{DS}.metadata", b"gpt2|3\n5\n"),
-        "not datatrove's",
-    ),
-    "datatrove other width": (
-        "datatrove",
-        write(f"{DS}.metadata", b"gpt2|4\n5\n5 T"),
-        r"ends at token \d+",
-    ),
-    "datatrove other tokenizer": (
-        "datatrove",
-        write(f"{DS}.metadata", b"bert-base|2\n5\n5 T"),
-        r"ends at token|'bert-base'",
-    ),
-    "datatrove with a loss mask": (
-        "datatrove",
-        write(f"{DS}.loss", b"\1"),
-        "excludes tokens from the loss",
-    ),
-    "datatrove neither beside": (
-        "datatrove",
-        remove(f"{DS}.index", f"{DS}.metadata"),
-        "give --dtype uint16 or uint32",
-    ),
-    "Megatron cut": ("Megatron", cut("train_text_document.bin", 2), "promises"),
-    "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header"),
-    "Megatron index cut in its header": ("Megatron", write(MEG, b"MMIDIDX\0\0\1"), "truncated"),
-    "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK"), "does not begin with"),
-    "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0"), "before MMIDIDX"),
-    "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2"), "version 2 of Megatron"),
-    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; supported are uint16"),
-    "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7"), "ids of float32"),
-    "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09"), "ids of type 9"),
-    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or in another order"),
-    "Megatron with negative ids": (
-        "Megatron int32, sequences within documents",
-        _negative_ids,
-        r"train_text\.bin: a negative id, such as -100",
-    ),
-    "raw of 32 bits": (
-        "nanoGPT",
-        lambda folder: write_raw(folder / "train.bin", documents(30, 5), kind="I"),
-        r"train\.bin: .*32-bit ids; import them with --dtype uint32",
-    ),
-    "raw of odd size": ("nanoGPT", cut("val.bin", 1), r"val\.bin: \d+ bytes; raw uint16"),
-    "a name without a split": (
-        "llm.c",
-        lambda folder: write_llmc(folder / "fineweb_000007.bin", documents(9, 1)),
-        r"fineweb_000007\.bin: its name does not tell .*--val_files",
-    ),
-    "a name with both": (
-        "llm.c",
-        lambda folder: write_llmc(folder / "train_val_7.bin", documents(9, 1)),
-        r"train_val_7\.bin: its name does not tell",
-    ),
-    "no validation": (
-        "llm.c",
-        remove("fineweb_val_000001.bin"),
-        "no val shards .*--val_files GLOB",
-    ),
+CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "llm.c cut in its ids": ("llm.c", cut(LLMC, 2)),
+    "llm.c cut in its header": ("llm.c", write(LLMC, struct.pack("<iii", 20240520, 1, 9))),
+    "llm.c too long": ("llm.c", extend(LLMC)),
+    "llm.c of another version": ("llm.c", patch(LLMC, 4, struct.pack("<i", 2))),
+    "llm.c of no tokens": ("llm.c", write(LLMC, struct.pack("<256i", 20240520, 1, *[0] * 254))),
+    "llm.c of less than none": ("llm.c", patch(LLMC, 8, struct.pack("<i", -5))),
+    "llm.c big-endian": ("llm.c", patch(LLMC, 0, struct.pack(">i", 20240520))),
+    "llm.c evaluation": ("llm.c", patch(LLMC, 0, struct.pack("<i", 20240522))),
+    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77))),
+    "llm.c with an id too large": ("llm.c", patch(LLMC, 1024, struct.pack("<H", 60_000))),
+    "datatrove cut": ("datatrove", cut(DS, 2)),
+    "datatrove cut within an id": ("datatrove", cut(DS, 1)),
+    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3)),
+    "datatrove index short": ("datatrove", cut(f"{DS}.index", 8)),
+    "datatrove index of another": ("datatrove", patch(f"{DS}.index", 0, struct.pack("<Q", 2**40))),
+    "datatrove metadata empty": ("datatrove", write(f"{DS}.metadata", b"")),
+    "datatrove metadata odd": ("datatrove", write(f"{DS}.metadata", b"gpt2|3\n5\n")),
+    "datatrove other width": ("datatrove", write(f"{DS}.metadata", b"gpt2|4\n5\n5 T")),
+    "datatrove other tokenizer": ("datatrove", write(f"{DS}.metadata", b"bert-base|2\n5\n5 T")),
+    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1")),
+    "datatrove neither beside": ("datatrove", remove(f"{DS}.index", f"{DS}.metadata")),
+    "Megatron cut": ("Megatron", cut("train_text_document.bin", 2)),
+    "Megatron index cut": ("Megatron", cut(MEG, 8)),
+    "Megatron index cut in its header": ("Megatron", write(MEG, b"MMIDIDX\0\0\1")),
+    "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK")),
+    "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0")),
+    "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2")),
+    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5")),
+    "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7")),
+    "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09")),
+    "Megatron out of order": ("Megatron", _swap_two_sequences),
+    "Megatron with negative ids": ("Megatron int32, sequences within documents", _negative_ids),
+    "raw of 32 bits": ("nanoGPT", lambda f: write_raw(f / "train.bin", documents(30, 5), kind="I")),
+    "raw of odd size": ("nanoGPT", cut("val.bin", 1)),
+    "no split": ("llm.c", lambda f: write_llmc(f / "fineweb_000007.bin", documents(9, 1))),
+    "both splits": ("llm.c", lambda f: write_llmc(f / "train_val_7.bin", documents(9, 1))),
+    "no validation": ("llm.c", remove("fineweb_val_000001.bin")),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path, case):
-    name, spoil, message = CASES[case]
+def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path, case, wording):
+    name, spoil = CASES[case]
     folder = tmp_path / "d"
     folder.mkdir()
     wanted = FORMATS[name][0](folder, made_splits())
     spoil(folder)
     before = snapshot(folder)
-    with pytest.raises(GPT2LabError, match=message) as caught:
+    with pytest.raises(GPT2LabError) as caught:
         import_folder(folder, wanted)
-    assert "\n" not in str(caught.value)
+    wording(caught.value)
     assert snapshot(folder) == before
 
 
@@ -335,68 +259,41 @@ def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path, name):
     assert rejected > 5
 
 
-WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Megatron says no tokenizer": (
-        "Megatron",
-        {"tokenizer": None},
-        "give --tokenizer gpt2, unknown, or the file",
-    ),
-    "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}, "'llama-3'"),
-    "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}, "'llama-3'"),
-    "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}, "gpt3: no such tokenizer"),
-    "another width than the header's": ("llm.c", {"dtype": "uint32"}, "holds uint16, not uint32"),
-    "another width than the metadata's": ("datatrove", {"dtype": "uint32"}, "--dtype uint32, but"),
-    "an offset where a header is": (
-        "llm.c",
-        {"layout": "llm.c", "offset": 8},
-        "--offset is for raw",
-    ),
-    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes after offset 3"),
-    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "after offset"),
-    "files that are not there": ("llm.c", {"val_files": ("x*",)}, "no file matches --val_files x"),
-    "one file on both sides": (
-        "llm.c",
-        {"val_files": ("*_000001.bin",), "train_files": ("*train*",)},
-        "--train_files and --val_files; name it once",
-    ),
-    "all for validation": ("llm.c", {"val_files": ("*",)}, "no train shards"),
-    "another end-of-text id": ("llm.c", {"end_of_text_id": 0}, "GPT-2's is 50256"),
-    "no id before documents": (
-        "llm.c of Llama 3",
-        {"end_of_text": "before"},
-        "needs --end_of_text_id N",
-    ),
-    "an id that stands nowhere": (
-        "llm.c",
-        {"end_of_text": "none", "end_of_text_id": 50256},
-        "none and --end_of_text_id cannot be combined",
-    ),
-    "an index that says otherwise": (
-        "datatrove",
-        {"end_of_text": "after"},
-        "of 355 documents 355 begin and 0 end with id 50256",
-    ),
-    "no index and no word": (
-        "datatrove ids alone",
-        {"end_of_text": None},
-        "give --end_of_text before, after or none",
-    ),
+WANTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Megatron says no tokenizer": ("Megatron", {"tokenizer": None}),
+    "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}),
+    "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}),
+    "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}),
+    "another width than the header's": ("llm.c", {"dtype": "uint32"}),
+    "another width than the metadata's": ("datatrove", {"dtype": "uint32"}),
+    "an offset where a header is": ("llm.c", {"layout": "llm.c", "offset": 8}),
+    "an offset within an id": ("nanoGPT", {"offset": 3}),
+    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}),
+    "files that are not there": ("llm.c", {"val_files": ("x*",)}),
+    "both sides": ("llm.c", {"val_files": ("*_000001.bin",), "train_files": ("*train*",)}),
+    "all for validation": ("llm.c", {"val_files": ("*",)}),
+    "another end-of-text id": ("llm.c", {"end_of_text_id": 0}),
+    "no id before documents": ("llm.c of Llama 3", {"end_of_text": "before"}),
+    "an id of no place": ("llm.c of Llama 3", {"end_of_text": "none", "end_of_text_id": 50256}),
+    "an index that says otherwise": ("datatrove", {"end_of_text": "after"}),
+    "no index and no word": ("datatrove ids alone", {"end_of_text": None}),
 }
 
 
 @pytest.mark.parametrize("case", WANTED)
-def test_what_is_said_of_files_must_fit_them(tmp_path, case):
-    name, changes, message = WANTED[case]
+def test_what_is_said_of_files_must_fit_them(tmp_path, case, wording):
+    name, changes = WANTED[case]
     wanted = FORMATS[name][0](tmp_path, made_splits())
-    with pytest.raises((DataError, ConfigError), match=message):
+    with pytest.raises((DataError, ConfigError)) as caught:
         import_folder(tmp_path, ImportOptions(**{**vars(wanted), **changes}))
+    wording(caught.value)
     assert not (tmp_path / "shards.json").exists()
 
 
 def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path):
     mixed = documents(20, 1, place="after") + documents(20, 2, place="none")
-    write_datatrove(tmp_path / "train.ds", mixed)
-    write_datatrove(tmp_path / "val.ds", mixed[:9])
+    token_files.write_datatrove(tmp_path / "train.ds", mixed)
+    token_files.write_datatrove(tmp_path / "val.ds", mixed[:9])
     with pytest.raises(DataError, match="of 49 documents 0 begin and 29 end"):
         import_folder(tmp_path)
     import_folder(tmp_path, ImportOptions(end_of_text="none"))
@@ -435,7 +332,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
     folder = tmp_path / "edu"
     folder.mkdir()
     splits = made_splits()
-    npy_shards(folder, splits)
+    token_files.npy_shards(folder, splits)
     manifest = import_folder(folder)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
@@ -444,13 +341,9 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
         content = (folder / file["name"]).read_bytes()
         ids = flat(splits[file["split"]][int(file["name"][-10:-4])])
         assert {key: file[key] for key in file if key != "text_bytes"} == {
-            "name": file["name"],
-            "split": file["split"],
-            "tokens": len(ids),
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "max_id": max(ids),
-            "documents": ids.count(END_OF_TEXT),
+            **{"name": file["name"], "split": file["split"], "tokens": len(ids)},
+            **{"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
+            **{"max_id": max(ids), "documents": ids.count(END_OF_TEXT)},
         }
     del manifest["fingerprint"]
     body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
@@ -462,9 +355,6 @@ def test_a_folder_that_was_not_imported_says_how(tmp_path):
     llmc_shards(tmp_path, made_splits())
     with pytest.raises(DataError, match=r"no train shards .*data import"):
         open_data(tmp_path, vocab_size=50304)
-
-
-# -- the folder ------------------------------------------------------------------------------------------------------
 
 
 def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -535,7 +425,7 @@ def test_a_file_that_changed_since_is_named(tmp_path, name):
 
 
 def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path):
-    import_folder(tmp_path, datatrove_files(tmp_path, made_splits("none")))
+    import_folder(tmp_path, token_files.datatrove_files(tmp_path, made_splits("none")))
     index = tmp_path / "0_shuffled.ds.index"
     patch(index.name, 0, b"\1")(tmp_path)
     assert verify(tmp_path) == [
@@ -560,9 +450,6 @@ def test_every_byte_is_read_once(tmp_path, name):
     assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
 
 
-# -- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llm.c", "Megatron"])
 def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     ids = {"train": [make_tokens(1003, 1), make_tokens(777, 2)], "val": [make_tokens(650, 3)]}
@@ -577,8 +464,8 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
             if name == "llm.c":
                 write_llmc(path, [part.tolist()])
             else:
-                write_megatron(path, [part.tolist()])
-    import_folder(folders["foreign"], GPT2)
+                token_files.write_megatron(path, [part.tolist()])
+    import_folder(folders["foreign"], token_files.GPT2)
     runs = {kind: Run(folder, tmp_path / f"runs_{kind}") for kind, folder in folders.items()}
     for run in runs.values():
         run.train("--max_steps=20")
@@ -596,7 +483,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     flipped[-2] ^= 1
     path.write_bytes(flipped)
     (folders["foreign"] / "shards.json").unlink()
-    import_folder(folders["foreign"], GPT2)
+    import_folder(folders["foreign"], token_files.GPT2)
     assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
 
 
@@ -604,7 +491,7 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path):
     for split, size in (("train", 1003), ("val", 400)):
         ids = make_tokens(size, size).tolist()
         write_llmc(tmp_path / f"{split}.bin", [ids], magic=20240801, version=7)
-    import_folder(tmp_path, UNKNOWN)
+    import_folder(tmp_path, token_files.UNKNOWN)
     run = Run(tmp_path, tmp_path / "runs")
     run.train("--max_steps=3", "--shuffle=none")
     ids_of_train = make_tokens(1003, 1003)
@@ -612,13 +499,10 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path):
     assert run.events("step")[0]["batch_hash"] == hash_windows(windows.astype(np.uint32))
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
-
-
 def test_the_command_says_how_it_took_the_files(tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
-    datatrove_files(folder, made_splits("after"))
+    token_files.datatrove_files(folder, made_splits("after"))
     code, said, error = launch.call("data", "import", folder, "--val_files", "0_*.ds")
     assert (code, error.count("error")) == (0, 0)
     for words in ("12 files", "11 train, 1 val", "datatrove", "gpt2", "50256 after each document"):

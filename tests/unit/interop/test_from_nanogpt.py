@@ -340,9 +340,7 @@ def test_settings_are_read_only_where_all_that_they_need_is_there():
 
 def test_a_precision_with_loss_scaling_is_not_taken():
     for device, dtype, ours in (
-        ("cuda", "float16", "auto"),
-        ("cuda", "bfloat16", "auto"),
-        ("cuda", "float32", "fp32"),
+        *(("cuda", "float16", "auto"), ("cuda", "bfloat16", "auto"), ("cuda", "float32", "fp32")),
         ("cpu", "bfloat16", "fp32"),  # nanoGPT uses autocast on GPUs alone
         ("mps", "bfloat16", "fp32"),
         ("mps", "float16", "fp32"),

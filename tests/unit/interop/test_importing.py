@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,8 @@ def optimizer_of(origin: Run, *, bias: bool = True) -> dict[str, Any]:
 
 def nano(origin: Run, **changes: Any) -> dict[str, Any]:
     content = {
-        "model": model_of(origin, "_orig_mod."),
-        "optimizer": optimizer_of(origin),
-        "model_args": NANO,
-        "iter_num": DONE,
-        "best_val_loss": torch.tensor(5.0),
+        **{"model": model_of(origin, "_orig_mod."), "optimizer": optimizer_of(origin)},
+        **{"model_args": NANO, "iter_num": DONE, "best_val_loss": torch.tensor(5.0)},
         "config": {"dataset": "shakespeare", "batch_size": 12},
     }
     return {name: value for name, value in (content | changes).items() if value is not None}
@@ -182,11 +180,8 @@ def older(origin: Run, monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
     numpy_state = np.random.RandomState(3).get_state()
     content = {
-        "step": DONE - 1,
-        "epoch": 0,
-        "model": model_of(origin),
-        "optimizer": optimizer_of(origin),
-        "val_loss": float("inf"),
+        **{"step": DONE - 1, "epoch": 0, "model": model_of(origin)},
+        **{"optimizer": optimizer_of(origin), "val_loss": float("inf")},
         "rng_state": {"numpy": numpy_state, "torch": torch.get_rng_state()},
         "dataloader_state": {"train_curr_shard": 0, "train_curr_pos": 640},
         "args": {"num_layers": 2, "path": Path("checkpoints")},
@@ -243,43 +238,31 @@ def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, tor
     return {key: tensor for key, tensor in model.items() if tensor is not None}
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda o: {"model": None}, "no `model` with weights"),
-        (lambda o: {"model": changed(o, "transformer.ln_f.weight", None)}, "no tensor ln_f.weight"),
-        (
-            lambda o: {"model": changed(o, "transformer.h.1.ln_1.bias", None)},
-            "no tensor blocks.1.ln_1.bias; another architecture",
-        ),
-        (
-            lambda o: {"model": changed(o, "transformer.h.0.moe.weight", torch.ones(2))},
-            "unknown tensor blocks.0.moe.weight",
-        ),
-        (
-            lambda o: {"model": changed(o, "transformer.ln_f.bias", torch.ones(31))},
-            r"ln_f.bias is \(31,\)",
-        ),
-        (
-            lambda o: {"model": changed(o, "transformer.ln_f.bias", torch.full((32,), torch.nan))},
-            "ln_f.bias holds values that are not finite",
-        ),
-        (lambda o: {"model": changed(o, "lm_head.weight", torch.ones(256, 32))}, "tied head"),
-        (
-            lambda o: {
-                "model": changed(o, "transformer.wte.weight", torch.ones(1).expand(10**9, 32))
-            },
-            "claims more values than the file holds",
-        ),
-        (lambda o: {"model_args": None}, "no n_head"),
-        (lambda o: {"model_args": NANO | {"n_head": 5}}, "not a multiple of n_head 5"),
-        (lambda o: {"optimizer": None, "iter_num": None}, "the number of updates is unknown"),
-        (lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}}, "groups are not AdamW's"),
-    ],
-)
-def test_what_does_not_fit_is_named(change, expected, origin, become, tmp_path):
-    with pytest.raises(CheckpointError, match=expected):
-        take(become, write(tmp_path / "ckpt.pt", nano(origin, **change(origin))))
+def with_tensor(name: str, value: torch.Tensor | None) -> Callable[[Run], dict[str, Any]]:
+    return lambda origin: {"model": changed(origin, name, value)}
+
+
+MISFITS: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "no weights": lambda o: {"model": None},
+    "no tensor": with_tensor("transformer.ln_f.weight", None),
+    "no bias of one norm": with_tensor("transformer.h.1.ln_1.bias", None),
+    "unknown tensor": with_tensor("transformer.h.0.moe.weight", torch.ones(2)),
+    "another shape": with_tensor("transformer.ln_f.bias", torch.ones(31)),
+    "not finite": with_tensor("transformer.ln_f.bias", torch.full((32,), torch.nan)),
+    "no tied head": with_tensor("lm_head.weight", torch.ones(256, 32)),
+    "a view of one": with_tensor("transformer.wte.weight", torch.ones(1).expand(10**9, 32)),
+    "no sizes": lambda o: {"model_args": None},
+    "five heads": lambda o: {"model_args": NANO | {"n_head": 5}},
+    "no step": lambda o: {"optimizer": None, "iter_num": None},
+    "other groups": lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}},
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_named(case, origin, become, tmp_path, wording):
+    with pytest.raises(CheckpointError) as caught:
+        take(become, write(tmp_path / "ckpt.pt", nano(origin, **MISFITS[case](origin))))
+    wording(caught.value)
     assert not become.path.exists()
 
 

@@ -198,11 +198,7 @@ def test_other_runs_are_scored_as_their_logits_say(folder, run):
 def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder):
     model = ours(folder, "modern")
     settings = {
-        "do_sample": True,
-        "temperature": 1.5,
-        "top_k": 0,
-        "until": ["."],
-        "max_gen_toks": 9,
+        **{"do_sample": True, "temperature": 1.5, "top_k": 0, "until": ["."], "max_gen_toks": 9},
     }
     asked = [(text, settings) for text, _, _ in ITEMS[:5]]
     torch.manual_seed(1)
@@ -307,12 +303,7 @@ def test_lm_evals_own_command_line_has_the_model(folder, monkeypatch, capsys):
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     words = [
-        "--tasks",
-        "own_endings",
-        "--include_path",
-        str(folder / "tasks"),
-        "--model",
-        "gpt2lab",
+        *("--tasks", "own_endings", "--include_path", str(folder / "tasks"), "--model", "gpt2lab"),
     ]
     for run, code in (("plain", 0), ("nobody", 2)):
         named = f"path={run},checkpoint_dir={folder / 'runs'}"

@@ -17,22 +17,13 @@ from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
-from gpt2lab.lab import seed_runs
-from gpt2lab.lab.ablation import (
-    Ablation,
-    Curve,
-    TableRow,
-    compare,
-    diverged_sentences,
-    reach,
-    read_curve,
-    write_markdown,
-)
+from gpt2lab.lab import ablation, seed_runs
+from gpt2lab.lab.ablation import Curve, TableRow, compare, reach, read_curve, write_markdown
 from gpt2lab.lab.seed_runs import SeedRun, check_runs, run_all
 from gpt2lab.lab.stats import OverSeeds, over_seeds
 from gpt2lab.report.plots import View, draw_table
 from gpt2lab.tokenizers.plain import BYTES
-from tiny import CONTEXT, VOCAB, parse, pretrain
+from tiny import TINY, parse, pretrain
 
 FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
 
@@ -50,9 +41,6 @@ def exactly(value: float) -> OverSeeds:
     return over_seeds([value, value])
 
 
-# -- the settings file -------------------------------------------------------------------------------------------
-
-
 def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
     path = tmp_path / "s.txt"
     path.write_text("# comment\nplain:\n\nhot: --max_lr 0.01 --sample_prompt 'a b'\n")
@@ -62,35 +50,21 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("plain\nb: x", "line 1: not `name: flags"),
-        ("a: x\nb/c: y", "line 2: not `name: flags"),
-        ("a: x\na: y", "line 2: setting a is duplicated"),
-        ("a: 'x\nb: y", "line 1: No closing quotation"),
-        ("a: x", "1 setting; a comparison needs at least 2"),
-    ],
+    "text", ["plain\nb: x", "a: x\nb/c: y", "a: x\na: y", "a: 'x\nb: y", "a: x", None]
 )
-def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, line) -> None:
+def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, wording) -> None:
     path = tmp_path / "s.txt"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=line) as caught:
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ConfigError, DataError)) as caught:
         read_settings(path)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="No such file"):
-        read_settings(tmp_path / "none.txt")
-
-
-# -- the arithmetic ----------------------------------------------------------------------------------------------
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
     ("target", "place"),
     [
-        (4.5, (150.0, 1.5)),
-        (4.0, (200.0, 2.0)),
-        (3.75, (250.0, 2.5)),
-        (3.4, None),
+        *((4.5, (150.0, 1.5)), (4.0, (200.0, 2.0)), (3.75, (250.0, 2.5)), (3.4, None)),
         (9.0, (100.0, 1.0)),
     ],
 )
@@ -150,29 +124,20 @@ def test_a_setting_that_diverged_has_no_number() -> None:
     assert none == TableRow("a", 2, diverged=1)
     assert (left.loss, left.tokens) == (exactly(3.5), 300)
     assert (left.loss_difference, left.tokens_to_loss, left.reached) == (None, None, None)
-    assert diverged_sentences([none, left]) == {
+    assert ablation.diverged_sentences([none, left]) == {
         "a": "a diverged in 1 of 2 seeds, so nothing is compared with it."
     }
     _, reached = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=3.5)
     assert (reached.tokens_to_loss, reached.tokens_ratio) == (exactly(300.0), None)
 
 
-# -- the runs ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def shared(tiny_data: Path) -> list[str]:
-    return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
-        *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--eval_freq=2"),
-        *(f"--data_dir={tiny_data}", "--max_tokens=768"),
-    ]
+    changed = ("--n_layer=1", "--n_embd=16", "--eval_freq=2", "--max_tokens=768")
+    return [*TINY, *changed, f"--data_dir={tiny_data}"]
 
 
-def test_finished_runs_are_read_and_unfinished_ones_go_on(
-    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_path, capsys):
     settings = {"cold": ["--max_lr=0.0001"], "hot": ["--max_lr=0.01", "--optimizer=muon"]}
     runs = plan_runs(settings, shared, seeds=(1, 2), out=tmp_path)
     runs[1].write_settings()
@@ -185,7 +150,7 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
     run_all(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path))
     assert len(started) == 4
     assert capsys.readouterr().err.endswith("[4/4] hot_seed2: complete\n")
-    markdown, as_json = Ablation({}, tmp_path).write(runs)
+    markdown, as_json = ablation.Ablation({}, tmp_path).write(runs)
     written = json.loads((tmp_path / "ablation.json").read_text())
     assert written == json.loads(json.dumps(as_json))
     assert (tmp_path / "ablation.md").read_text() == markdown + "\n"
@@ -201,9 +166,7 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
-def test_the_vocabulary_follows_the_data(
-    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_vocabulary_follows_the_data(shared, started, tmp_path, capsys):
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
     flags = [flag for flag in shared if not flag.startswith(("--vocab_size", "--data_dir"))]
@@ -225,9 +188,7 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     assert started == ["a_seed1"]
 
 
-def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
-    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_path, monkeypatch):
     start_of, main = seed_runs.start_of, threading.main_thread().ident
     runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
 
@@ -244,9 +205,7 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
     assert [path.name for path in tmp_path.iterdir()] == ["settings"]
 
 
-def test_runs_that_end_after_another_failed_count_as_complete(
-    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_end_after_another_failed_count_as_complete(shared, tmp_path, monkeypatch):
     both_began = threading.Barrier(2)
     seen: list[Any] = []
 
@@ -266,9 +225,7 @@ def test_runs_that_end_after_another_failed_count_as_complete(
     assert seen == [runs[1:]]
 
 
-def test_a_run_that_diverges_is_recorded_and_the_others_go_on(
-    shared: list[str], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_diverges_is_recorded_and_the_others_go_on(shared, started, tmp_path, capsys):
     (tmp_path / "s.txt").write_text("base:\nhot: --max_lr=1e30\ncold: --max_lr=1e-5\n")
     out = tmp_path / "out"
     words = [str(tmp_path / "s.txt"), f"--out={out}", "--seeds=1", *shared, "--json"]
@@ -301,23 +258,19 @@ def _raise(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("flag", "seeds"),
     [
-        (["--seed=3"], "setting b: --seed is set by ablate itself"),
-        (["--resume=latest"], "setting b: --resume is set by ablate itself"),
-        (["--max_lrr=1"], "setting b: unknown flag --max_lrr: did you mean --max_lr"),
-        (["--n_head=3"], "setting b: n_embd 16 is not a multiple of n_head 3"),
-        (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses are not comparable"),
+        *(("--seed=3", (1,)), ("--resume=latest", (1,)), ("--max_lrr=1", (1,))),
+        *(("--n_head=3", (1,)), ("--val_tokens=640", (1,)), ("--log_freq=9", (1, 1))),
     ],
 )
 def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
-    shared: list[str], tmp_path: Path, flags, line
+    shared: list[str], tmp_path: Path, flag, seeds, wording
 ) -> None:
-    with pytest.raises(ConfigError, match=line):
-        plan_runs({"a": [], "b": flags}, shared, seeds=(1,), out=tmp_path / "out")
+    with pytest.raises(ConfigError) as caught:
+        plan_runs({"a": [], "b": [flag]}, shared, seeds=seeds, out=tmp_path / "out")
+    wording(caught.value)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="seeds 1 1: each may be given once"):
-        plan_runs({"a": [], "b": []}, shared, seeds=(1, 1), out=tmp_path)
 
 
 def test_a_flag_with_several_values_is_a_grid() -> None:
@@ -351,38 +304,22 @@ def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words",
     [
-        (
-            ["--out=x", "--learning_rate", "1e-3", "2e-3"],
-            "unknown flag --learning_rate: here it is --max_lr",
-        ),
-        (["--out=x", "--max_lrr", "1", "2"], "unknown flag --max_lrr: did you mean --max_lr?"),
-        (["--out=x", "--qqqq", "1", "2"], "unknown flag --qqqq: see gpt2lab ablate --help"),
-        (
-            ["--max_lr", "1e-3"],
-            "nothing to compare: give a settings file, or several values to a flag, such as --max_lr 1e-3 2e-3",
-        ),
-        (["--max_lr", "1e-3", "--out=x"], "nothing to compare: give a settings file"),
+        *("--out=x --learning_rate 1e-3 2e-3", "--out=x --max_lrr 1 2", "--out=x --qqqq 1 2"),
+        *("--max_lr 1e-3", "--max_lr 1e-3 --out=x"),
     ],
 )
-def test_a_comparison_that_means_nothing_is_one_line(
-    tmp_path: Path, words: list[str], says: str
-) -> None:
-    done = launch.call("ablate", *words, folder=tmp_path)
+def test_a_comparison_that_means_nothing_is_one_line(tmp_path: Path, words: str, wording) -> None:
+    done = launch.call("ablate", *words.split(), folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {says}")
-    assert done.stderr.count("\n") == 1
+    wording(done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_flags_that_no_settings_file_holds_stay_flags(shared: list[str]) -> None:
     own = [
-        "--mini_batch_size",
-        "auto",
-        "--preset=1xa100",
-        "--max_lr=0.01",
-        "--stop_after_steps",
+        *("--mini_batch_size", "auto", "--preset=1xa100", "--max_lr=0.01", "--stop_after_steps"),
         "3",
     ]
     shared = [flag for flag in shared if not flag.startswith("--mini_batch_size")]
@@ -398,9 +335,7 @@ def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path:
         plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path / "it")
 
 
-def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
-    shared: list[str], tmp_path: Path
-) -> None:
+def test_a_file_of_settings_gives_way_to_the_ablation_s_own(shared, tmp_path):
     """A run's config.json always holds a seed, a name and a folder."""
     settings = to_flat(parse([*shared, "--seed=9", "--run_name=r", "--log_freq=3"]).config)
     (tmp_path / "a.json").write_text(json.dumps(settings))
@@ -414,9 +349,7 @@ def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
     assert {one["checkpoint_dir"] for one in found} == {str(tmp_path / "out")}
 
 
-def test_jobs_on_the_cpu_need_no_gpus(
-    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_on_the_cpu_need_no_gpus(shared, started, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     settings = {"a": ["--max_steps=1"], "b": ["--max_steps=1", "--max_lr=0.01"]}
     flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
@@ -433,9 +366,7 @@ def test_jobs_on_the_cpu_need_no_gpus(
 
 
 @pytest.mark.parametrize("edited", [{}, {"val_loss": "x"}, {"val_loss": [1.0]}])
-def test_an_evaluation_whose_loss_was_edited_away_is_none(
-    edited: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_evaluation_whose_loss_was_edited_away_is_none(edited, tmp_path):
     common = {"time": 1.0, "attempt": 1, "step": 1}
     events = [{"event": "step", "tokens": 8, "step_seconds": 1.0}, {"event": "eval", **edited}]
     lines = "".join(json.dumps(event | common) + "\n" for event in events)

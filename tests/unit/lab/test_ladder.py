@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,6 @@ def file(tiny_data: Path, tmp_path: Path) -> Path:
     return path
 
 
-# -- the file ----------------------------------------------------------------------------------------------------
-
-
 def rates(
     family: Family, rung: str, *, factor: float = 1.0, **more: Any
 ) -> tuple[float, float | None]:
@@ -117,51 +113,31 @@ def test_the_families_are_ladders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line"),
+    ("old", "new"),
     [
-        ('tokens = [64, "128", 256]', "tokens = []", "tokens: give a list of numbers of tokens"),
-        ('"128"', '"12x"', "tokens: .*give a list of numbers of tokens"),
-        ('tokens = [64, "128", 256]', "", r"toml: \[sizes.a\] tokens: give a list of numbers"),
-        ("b.n_embd = 12", "b.tokens = 'x'", r"toml: \[sizes.b\] tokens: give a list of numbers"),
-        ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: a value is duplicated"),
-        ("seeds =", "seed =", "unknown seed: did you mean seeds?"),
-        (
-            "a.n_embd = 8",
-            "a.n_embdd = 8",
-            r"\[sizes.a\] unknown setting n_embdd: did you mean n_embd",
-        ),
-        ("a.n_embd = 8", "a.max_lr = 1.0", r"\[sizes.a\] max_lr: set by the ladder itself"),
-        ("tokens = 768", "", r"\[top\]: no tokens"),
-        ("exponent = 1", "exponent = 'x'", r"\[rate\] exponent: give a number"),
-        ("exponent = 1", "exponent = 1\ntokens = 64", r"\[rate\]: tokens and tokens_exponent go"),
-        (
-            "exponent = 1",
-            "exponent = 1\ntokens = 64\ntokens_exponent = -1",
-            r"\[rate\] tokens_exponent: give a number from 0 to 2",
-        ),
-        ("factors = [4]", "factors = [1]", r"\[rate\] factors: 1 is not a factor"),
-        (
-            "factors = [4]",
-            "check = ['d']",
-            r"\[rate\] check: give a list of rungs, out of a-64, a-128",
-        ),
-        ("[sizes]", "[sizes", "tiny.toml: Expected"),
+        *(('tokens = [64, "128", 256]', "tokens = []"), ('"128"', '"12x"')),
+        *(('tokens = [64, "128", 256]', ""), ("b.n_embd = 12", "b.tokens = 'x'")),
+        *(("seeds = [1, 2]", "seeds = [1, 1]"), ("seeds =", "seed =")),
+        *(("a.n_embd = 8", "a.n_embdd = 8"), ("a.n_embd = 8", "a.max_lr = 1.0")),
+        *(("tokens = 768", ""), ("exponent = 1", "exponent = 'x'")),
+        ("exponent = 1", "exponent = 1\ntokens = 64"),
+        ("exponent = 1", "exponent = 1\ntokens = 64\ntokens_exponent = -1"),
+        ("factors = [4]", "factors = [1]"),
+        ("factors = [4]", "check = ['d']"),
+        ("[sizes]", "[sizes"),
     ],
 )
-def test_a_file_that_means_nothing_is_one_line(file: Path, old: str, new: str, line: str) -> None:
+def test_a_file_that_means_nothing_is_one_line(file: Path, old: str, new: str, wording) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    with pytest.raises(ConfigError, match=line) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_family(str(file))
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(str(file))
+    wording(caught.value)
 
 
 def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"modern-tin: not a ladder: .* did you mean modern-tiny?"
-    ):
+    with pytest.raises(ConfigError, match=r"modern-tin: .* modern-tiny?"):
         read_family("modern-tin")
     with pytest.raises(ConfigError, match="No such file"):
         read_family(str(tmp_path / "none.toml"))
@@ -186,16 +162,12 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
         file.read_text().replace("b.n_embd = 12", "b = {n_embd = 12, context_length = 8}")
     )
     runs = read_family(str(file)).rung_runs(tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match="context_length 16 in a-64, 8 in b-64: the rungs of a ladder"
-    ):
+    with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64"):
         first_starts(runs)
 
 
 @pytest.mark.parametrize("verb", ["plan", "run"])
-def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(
-    verb: str, file: Path, tmp_path: Path
-) -> None:
+def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(verb, file, tmp_path):
     file.write_text(file.read_text().replace("c.n_embd = 18", ""))
     with pytest.raises(ConfigError, match="at least 3 sizes, and these rungs have 2: add rungs"):
         ladder.main([verb, str(file), f"--out={tmp_path / 'out'}"])
@@ -203,9 +175,7 @@ def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(
 
 
 @pytest.mark.slow
-def test_a_plan_counts_and_starts_nothing(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_counts_and_starts_nothing(file, tmp_path, capsys):
     out = tmp_path / "out"
     assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -233,13 +203,8 @@ def test_a_plan_counts_and_starts_nothing(
     )
 
 
-# -- the runs ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_the_top_rung_is_predicted_before_it_is_trained(
-    file: Path, tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started, capsys):
     """All of it: run, stop, go on, fit, predict, top, score; a top rung without prediction is rejected."""
     out = tmp_path / "out"
     words = [str(file), f"--out={out}"]
@@ -307,8 +272,6 @@ def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_ou
     assert f"| {at['value']:.3f} ({at['low']:.3f} ... {at['high']:.3f}), ± {width:.1f} % |" in page
 
 
-# -- the results -------------------------------------------------------------------------------------------------
-
 LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
 
 
@@ -346,24 +309,16 @@ def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -
         results.score(first, [loss], first["time"] - 1)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "line"),
-    [
-        (lambda document: {}, "no 'written'"),
-        (lambda document: document | {"time": "now"}, "'time' is 'now', not a number"),
-        (lambda document: document | {"loss": {"value": 3.0}}, "loss: no 'low'"),
-        (lambda document: [document], "not a JSON object"),
-    ],
-)
-def test_a_damaged_prediction_is_one_line(
-    spoil: Callable[[Any], Any], line: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", [None, {"time": "now"}, {"loss": {"value": 3.0}}, []], ids=str)
+def test_a_damaged_prediction_is_one_line(change: Any, tmp_path: Path, wording) -> None:
     found, path = small_ladder(), tmp_path / results.PREDICTION
     point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
-    path.write_text(json.dumps(spoil(results.write_prediction(tmp_path, found, point))))
-    with pytest.raises(ConfigError, match=rf"prediction.json: {line}; put back what was written"):
+    written = results.write_prediction(tmp_path, found, point)
+    path.write_text(json.dumps(written | change if change else {} if change is None else [written]))
+    with pytest.raises(ConfigError) as caught:
         results.read_prediction(tmp_path)
-    with pytest.raises(ConfigError, match=rf"prediction.json: {line}"):
+    wording(caught.value)
+    with pytest.raises(ConfigError):
         results.write_prediction(tmp_path, found, point)
 
 
@@ -400,32 +355,20 @@ def test_a_ladder_predicts_the_loss_where_the_public_law_says_nothing(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    "words",
     [
-        (
-            ["--model=gpt2-nano", "--vocab_size=512"],
-            "its runs have positions rotary, this job learned",
-        ),
-        (["--model=modern-nano"], "its runs have vocab_size 512, this job 50304"),
-        (
-            ["--model=modern-nano", "--vocab_size=512", "--optimizer=adamw"],
-            "optimizer normuon, this",
-        ),
-        (["--model=modern-nano", "--vocab_size=512", "--context_length=64"], "context_length 128"),
-        (
-            ["--model=modern-nano", "--vocab_size=512", "--data_dir=DATA"],
-            "read data/x, this job other data",
-        ),
+        "--model=gpt2-nano --vocab_size=512",
+        "--model=modern-nano",
+        "--model=modern-nano --vocab_size=512 --optimizer=adamw",
+        "--model=modern-nano --vocab_size=512 --context_length=64",
+        "--model=modern-nano --vocab_size=512 --data_dir=DATA",
     ],
 )
-def test_a_ladder_of_another_kind_than_the_job_is_rejected(
-    folder: Path, tiny_data: Path, words: list[str], line: str
-) -> None:
-    words = [word.replace("DATA", str(tiny_data)) for word in words]
-    code, said, error = estimated(folder, "--tokens=20M", *words)
-    assert (code, said, error.count("\n")) == (2, "", 1)
-    assert error.startswith("error: --ladder mine: ")
-    assert re.search(line, error), error
+def test_a_ladder_of_another_kind_than_the_job_is_rejected(folder, tiny_data, words, wording):
+    typed = words.replace("DATA", str(tiny_data)).split()
+    code, said, error = estimated(folder, "--tokens=20M", *typed)
+    assert (code, said) == (2, "")
+    wording(error)
 
 
 def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
@@ -436,16 +379,16 @@ def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line"),
+    ("old", "new"),
     [
-        ('"data_name"', '"name_of_data"', "settings: no 'data_name'"),
-        ('"tokens": 1000000,', '"tokens": "1M",', "rungs: 'tokens' is '1M', not a whole number"),
-        ('"rungs": [', '"rungs": [1,', "'rungs' is .*, not a list of objects"),
+        ('"data_name"', '"name_of_data"'),
+        ('"tokens": 1000000,', '"tokens": "1M",'),
+        ('"rungs": [', '"rungs": [1,'),
     ],
 )
-def test_a_damaged_ladder_is_one_line(folder: Path, old: str, new: str, line: str) -> None:
+def test_a_damaged_ladder_is_one_line(folder: Path, old: str, new: str, wording) -> None:
     path = folder / "mine" / results.FILE
     path.write_text(path.read_text().replace(old, new))
     code, said, error = estimated(folder, "--model=modern-nano", "--vocab_size=512")
-    assert (code, said, error.count("\n")) == (2, "", 1)
-    assert re.search(rf"ladder.json: {line}.*; fit the ladder again", error), error
+    assert (code, said) == (2, "")
+    wording(error)

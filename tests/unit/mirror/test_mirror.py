@@ -329,7 +329,9 @@ def test_files_of_others_are_neither_claimed_nor_deleted(run_dir, tmp_path):
     assert [path.name for path in place.iterdir()] == ["thesis.tex"]
 
 
-def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(run_dir, tmp_path):
+def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
+    run_dir, tmp_path, monkeypatch
+):
     bucket = tmp_path / "bucket" / "run"
     bucket.parent.mkdir()
     mirror = connect(f"file://{bucket.parent}", "run")
@@ -343,7 +345,18 @@ def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(run_dir,
     third = next(path for path in bucket.glob("step_00000003-*") if (path / "of_run.json").exists())
     (third / "mine.txt").write_text("mine")
     mirror = connect(f"file://{bucket.parent}", "run")
+    deleted: list[tuple[str, str]] = []
+    delete = mirror.fs.rm_file
+
+    def note(path: str) -> None:
+        deleted.append((Path(path).parent.name, Path(path).name))
+        delete(path)
+
+    monkeypatch.setattr(mirror.fs, "rm_file", note)
     mirror.retire(catalog.read_labels(run_dir), keep=2, keep_emergency=1)
+    for copy in dict.fromkeys(copy for copy, _ in deleted):
+        names = [name for of, name in deleted if of == copy]
+        assert (names[0], names[-1]) == ("manifest.json", "of_run.json")
     assert steps(connect(f"file://{bucket.parent}", "run")) == [6, 5, 2]
     assert not torn.exists()
     assert len(list(bucket.rglob("mine.txt"))) == 3
@@ -428,23 +441,16 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("status", "line"),
+    "mirror",
     [
-        ({}, None),
-        ({"mirror": "odd"}, None),
-        ({"mirror": {"newest": "odd"}}, "mirror: no copy yet"),
-        (
-            {"mirror": {"step": 40, "newest": 60, "error": None}},
-            "mirror: newest copy is step 40, newest checkpoint is step 60",
-        ),
-        (
-            {"mirror": {"step": None, "newest": 60, "error": "OSError: full"}},
-            "mirror: no copy yet, newest checkpoint is step 60; last error OSError: full",
-        ),
+        *("odd", {"newest": "odd"}, {"step": 40, "newest": 60, "error": None}),
+        {"step": None, "newest": 60, "error": "OSError: full"},
     ],
+    ids=str,
 )
-def test_status_says_how_far_the_mirror_is(status, line):
-    assert describe_mirror(status) == line
+def test_status_says_how_far_the_mirror_is(mirror, wording):
+    wording(describe_mirror({"mirror": mirror}))
+    assert describe_mirror({}) is None
 
 
 def test_the_log_of_a_copy_is_plain_gzip(copied, run_dir):

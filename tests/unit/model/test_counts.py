@@ -11,13 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
-from gpt2lab.model.counts import (
-    count_adapters,
-    count_matmul_parameters,
-    count_parameters,
-    flops_per_token,
-    training_flops_per_token,
-)
+from gpt2lab.model import counts
+from gpt2lab.model.counts import count_parameters, flops_per_token, training_flops_per_token
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.lora import add_lora
 
@@ -66,7 +61,7 @@ def test_adapters_are_counted_and_spare_the_gradients_of_the_matrices(targets):
         add_lora(model, config.tuning)
         ids = torch.zeros(1, 256, dtype=torch.int64)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert count_adapters(config.model, config.tuning) == trained
+    assert counts.count_adapters(config.model, config.tuning) == trained
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     counted, formula = counter.get_total_flops() / 256, training_flops_per_token(config)
@@ -77,5 +72,5 @@ def test_adapters_are_counted_and_spare_the_gradients_of_the_matrices(targets):
 def test_124m_costs_what_everybody_computes():
     config = preset("gpt2").model
     assert count_parameters(config) == 124_475_904
-    assert count_matmul_parameters(config) == 123_568_128
+    assert counts.count_matmul_parameters(config) == 123_568_128
     assert round(flops_per_token(config) / 1e6, 1) == 854.7

@@ -109,9 +109,11 @@ def test_damaged_and_untied_weights_are_rejected(folder, tmp_path):
         read_hf_config(broken)
 
 
-def test_other_vocabularies_keep_their_size(tmp_path):
-    GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=300)).save_pretrained(tmp_path)
-    assert load_hf(tmp_path).config.vocab_size == 300
+@pytest.mark.parametrize(("rows", "tokens"), [(300, 50_257), (50_400, 50_400)])
+def test_other_vocabularies_keep_their_size(rows, tokens, tmp_path):
+    GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=rows)).save_pretrained(tmp_path)
+    config = load_hf(tmp_path).config
+    assert (config.vocab_size, config.num_tokens) == (rows, tokens)
 
 
 def test_evaluate_finds_the_loss_that_transformers_finds(theirs, folder, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -26,6 +28,18 @@ def test_gradients_are_those_of_torch(trains_weight):
     plain = gradients(F.linear, torch.float32, trains_weight=trains_weight)
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_a_frozen_weight_costs_no_product(trains_weight):
+    x, weight = torch.randn(3, 64, 8), torch.randn(24, 8)
+    ctx = SimpleNamespace(
+        saved_tensors=(x, weight),
+        dtype=x.dtype,
+        needs_input_grad=(not trains_weight, trains_weight),
+    )
+    _, of_weight, _ = SumsBiasByRow.backward(ctx, torch.randn(3, 64, 24))
+    assert (of_weight is not None) == trains_weight
 
 
 def test_under_autocast_gradients_have_the_dtypes_of_what_they_are_of():

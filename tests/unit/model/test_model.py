@@ -51,9 +51,7 @@ def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
+        *(("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080)),
         ("gpt2-xl", 1_557_611_200),
     ],
 )

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,27 +20,19 @@ from gpt2lab.config.settings import find_problems, options_of, override, read_se
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.resolve import resolve
-from tiny import evaluated, parse
+from tiny import MODERN, evaluated, parse
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)
-OPTIONS: dict[str, Any] = {
-    "positions": "rotary",
-    "norm": "rmsnorm",
-    "qk_norm": "rmsnorm",
-    "activation": "relu2",
-}
-ALL = dataclasses.replace(PLAIN, **OPTIONS)
+ALL = dataclasses.replace(PLAIN, **MODERN)
 SPEEDRUN = {name: getattr(preset("speedrun").model, name) for name in settings.OPTIONS}
-EACH = [pytest.param({name: value}, id=name) for name, value in OPTIONS.items()]
+EACH = [pytest.param({name: value}, id=name) for name, value in MODERN.items()]
 EACH += [
     pytest.param({name: SPEEDRUN[name]}, id=f"{name}={SPEEDRUN[name]}")
     for name in settings.OPTIONS
-    if SPEEDRUN[name] != OPTIONS.get(name)
+    if SPEEDRUN[name] != MODERN.get(name)
 ]
-
-
-TOGETHER = [pytest.param(OPTIONS, id="modern"), pytest.param(SPEEDRUN, id="speedrun")]
+TOGETHER = [pytest.param(MODERN, id="modern"), pytest.param(SPEEDRUN, id="speedrun")]
 
 
 def disturbed(config: ModelConfig) -> GPT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpt2lab.config.request import default_warmup
 from gpt2lab.config.schema import OptimConfig
-from gpt2lab.optim.schedule import lr_at
+from gpt2lab.optim.schedule import describe_rates, lr_at
 
 MAX, MIN = 6e-4, 6e-5
 examples = settings(derandomize=True, max_examples=150, deadline=None)
@@ -117,3 +118,5 @@ def test_a_short_wsd_run_decays():
     optim = OptimConfig(lr_schedule="wsd", wsd_decay=0.1, warmup_steps=0, min_lr=6e-5)
     assert lr_at(4, optim, max_steps=4) == pytest.approx(6e-5)
     assert lr_at(3, optim, max_steps=4) == optim.max_lr
+    muon = dataclasses.replace(optim, optimizer="muon", muon_lr=6e-3)
+    assert describe_rates(muon) == "muon 0.006 -> 0.0006, adamw 0.0006 -> 6e-05"

@@ -29,14 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_user_file")
 def test_rates_are_recovered_from_runs_of_different_shapes():
     truth = Rates((2e-12, 6e-12, 3e-9, 5e-10, 2e-9, 4e-4), np.zeros((6, 6)), "truth")
     shapes = [
-        (2, 128, 4096, 64),
-        (6, 256, 1024, 128),
-        (3, 64, 50304, 256),
-        (8, 192, 2048, 64),
-        (1, 512, 8192, 32),
-        (4, 384, 512, 512),
-        (12, 96, 1024, 128),
-        (2, 640, 1024, 64),
+        *((2, 128, 4096, 64), (6, 256, 1024, 128), (3, 64, 50304, 256), (8, 192, 2048, 64)),
+        *((1, 512, 8192, 32), (4, 384, 512, 512), (12, 96, 1024, 128), (2, 640, 1024, 64)),
     ]
     base = preset("gpt2").model
     models = [
@@ -130,11 +124,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
     """An item in one text that costs as much as training on 100 tokens, predicted for two texts and for one."""
     config = preset("gpt2-nano")
     steps = {
-        "event": "step",
-        "attempt": 1,
-        "time": 1.0,
-        "step_seconds": 0.5,
-        "peak_memory_bytes": 1,
+        **{"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1},
     }
     events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
     token = 0.5 / config.batch.total_batch_size

@@ -89,20 +89,16 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
 
 
 @pytest.mark.parametrize(
-    ("flags", "world", "message"),
+    ("flags", "world"),
     [
-        (["--preset=8xh100"], 1, "is for world size 8, one rank per GPU, and this start has 1"),
-        (["--preset=1xh200"], 2, "is for world size 1, one rank per GPU, and this start has 2"),
-        (["--preset=1x4090", "--model=gpt2-xl"], 1, "gpt2-xl does not fit, not even one sequence"),
-        (["--preset=3xh100"], 1, "is for world size 3"),
-        (["--preset=h100"], 1, "--preset h100: give auto, or"),
-        (["--preset=auto"], 1, "--preset auto: nvidia-smi shows no GPU"),
+        *(("--preset=8xh100", 1), ("--preset=1xh200", 2), ("--preset=3xh100", 1)),
+        *(("--preset=1x4090 --model=gpt2-xl", 1), ("--preset=h100", 1), ("--preset=auto", 1)),
     ],
 )
-def test_a_preset_that_cannot_be_is_one_line(data, flags, world, message):
-    with pytest.raises(ConfigError, match=message) as rejection:
-        settled(data, *flags, world=world)
-    assert "\n" not in str(rejection.value)
+def test_a_preset_that_cannot_be_is_one_line(data, flags, world, wording):
+    with pytest.raises(ConfigError) as rejection:
+        settled(data, *flags.split(), world=world)
+    wording(rejection.value)
 
 
 @pytest.mark.parametrize(

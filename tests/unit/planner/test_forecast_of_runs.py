@@ -16,10 +16,12 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration
 from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Job
+from gpt2lab.runs import history
 from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train_in_forks
+from long_logs import lines_of_a_start
 from tiny import parse, train
 
 
@@ -172,7 +174,7 @@ def test_max_hours_ends_a_start_before_a_slow_step_and_the_save(monkeypatch):
     assert find_deadlines(None, {}) == {}
 
 
-def test_on_track_is_judged_by_the_limit_or_else_the_forecast():
+def test_on_track_is_judged_by_the_limit_or_else_the_forecast(tmp_path):
     left = Interval(100.0, 80.0, 130.0)
     assert clock(1.0, ago=3480).is_on_track(left) is False
     assert clock(1.0, ago=3400).is_on_track(left) is True
@@ -180,6 +182,12 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast():
     assert clock(None, ago=50, expected=160.0).is_on_track(left) is True
     assert clock(None, ago=50).is_on_track(left) is None
     assert clock(1.0, ago=50).is_on_track(None) is None
+    (tmp_path / "metrics.jsonl").write_text("".join(lines_of_a_start(3)))
+    before = history.read_log(tmp_path).spent_seconds()
+    for spare, on_track in ((-1.0, False), (1.0, True)):
+        resumed = clock(None, ago=50, expected=150.0 + before + spare)
+        resumed.take_over(tmp_path, same_hardware=False)
+        assert resumed.is_on_track(left) is on_track
 
 
 def test_a_start_counts_from_the_beginning_of_its_process():

@@ -25,17 +25,11 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch):
 
 
 CARDS = {
-    "H100": "NVIDIA H100 80GB HBM3",
-    "H100-PCIe": "NVIDIA H100 PCIe",
-    "A100-40GB": "NVIDIA A100-SXM4-40GB",
-    "A100": "NVIDIA A100-SXM4-80GB",
-    "A100-PCIe": "NVIDIA A100 80GB PCIe",
-    "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB",
-    "RTX-4090": "NVIDIA GeForce RTX 4090",
-    "RTX-5090": "NVIDIA GeForce RTX 5090",
-    "T4": "Tesla T4",
-    "A6000": "NVIDIA RTX A6000",
-    "H100-NVL": "NVIDIA H100 NVL",
+    **{"H100": "NVIDIA H100 80GB HBM3", "H100-PCIe": "NVIDIA H100 PCIe"},
+    **{"A100-40GB": "NVIDIA A100-SXM4-40GB", "A100": "NVIDIA A100-SXM4-80GB"},
+    **{"A100-PCIe": "NVIDIA A100 80GB PCIe", "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB"},
+    **{"RTX-4090": "NVIDIA GeForce RTX 4090", "RTX-5090": "NVIDIA GeForce RTX 5090"},
+    **{"T4": "Tesla T4", "A6000": "NVIDIA RTX A6000", "H100-NVL": "NVIDIA H100 NVL"},
     "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation",
     **{
         name: f"NVIDIA {name}"

@@ -16,15 +16,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import launch
 from benchmarks.live_bytes import peak_of_step
-from gpt2lab.config.schema import (
-    ActivationCheckpointing,
-    BatchConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    Optimizer,
-    TuningConfig,
-)
+from gpt2lab.config import schema
+from gpt2lab.config.schema import Config, ModelConfig, OptimConfig, Optimizer, TuningConfig
 from gpt2lab.finetuning.packed import PackedGPT
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.lora import add_lora
@@ -34,6 +27,7 @@ from gpt2lab.planner.memory import PARTS, PRETRAINING, Memory, StepMemory
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 from gpt2lab.training.train_step import train_step
 from one_process import CPU, Alone, batch_of, shape
+from tiny import MODERN
 
 
 def tracked_peak(
@@ -99,14 +93,6 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
     config, B, A = SHAPES[name]
     memory = predicted(config, B, A, dtype)
     assert memory.tensors == pytest.approx(tracked_peak(config, B, A, dtype), rel=0.005)
-
-
-MODERN: dict[str, Any] = {
-    "positions": "rotary",
-    "norm": "rmsnorm",
-    "qk_norm": "rmsnorm",
-    "activation": "relu2",
-}
 
 
 @pytest.mark.slow
@@ -198,13 +184,22 @@ def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_t
     found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
     memory = predicted(config, B, A, dtype, tuning=tuning, recompute=recompute)
     assert memory.tensors == pytest.approx(found, rel=margin)
+    plain = StepMemory(
+        config, micro_batch=B, accumulation=A, dtype=dtype, optimizer="adamw", tuning=PRETRAINING
+    )
+    masked = dataclasses.replace(tuning, lora_r=0)
+    step = StepMemory(
+        config, micro_batch=B, accumulation=A, dtype=dtype, optimizer="adamw", tuning=masked
+    )
+    T = config.context_length
+    assert step.block - plain.block == B * T * T * (4 if dtype == "fp32" else 2)
 
 
 def real_peak(
     config: ModelConfig,
     B: int,
     A: int,
-    recompute: ActivationCheckpointing,
+    recompute: schema.ActivationCheckpointing,
     dtype: str,
     optimizer: Optimizer,
     tuning: TuningConfig = PRETRAINING,
@@ -310,7 +305,7 @@ def test_memory_grows_with_everything(config, B, A, dtype):
 @given(config=sizes, sequences=st.integers(1, 96), gib=st.floats(0.1, 200))
 def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(config, sequences, gib):
     budget = gib * 2**30
-    batch = BatchConfig(total_batch_size=2 * sequences * config.context_length)
+    batch = schema.BatchConfig(total_batch_size=2 * sequences * config.context_length)
     settings = dataclasses.replace(Config(), model=config, batch=batch)
     job = Job(settings, max_steps=1, world_size=2, dtype="bf16", compiled=False)
     found = job.largest_micro_batch(budget)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
+from gpt2lab.config import derived
+from gpt2lab.config.derived import BatchPlan, compiles, count_steps, plan_batches
 from gpt2lab.config.presets import preset
 from gpt2lab.config.request import RunRequest
-from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, SystemConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.training.plan import make_plan
@@ -24,6 +25,9 @@ def test_the_batch_is_world_times_accumulation_times_micro_batch(total, world):
     assert plan == BatchPlan(total // 4, 3, total // (4 * 3 * world), world, 4)
     assert plan.samples == plan.world_size * plan.accumulation * plan.micro_batch
     assert plan.tokens == total
+    assert derived.mini_batch_sizes(12) == [1, 2, 3, 4, 6, 12]
+    assert derived.mini_batch_sizes(12, at_most=5) == [1, 2, 3, 4]
+    assert [derived.fitting_rows(256), derived.fitting_rows(257)] == [256, 384]
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
@@ -43,15 +47,10 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
 
 
 LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [
-    ({"max_steps": 7}, 7),
-    ({"max_tokens": 640}, 10),
-    ({"max_tokens": 703}, 10),
+    *(({"max_steps": 7}, 7), ({"max_tokens": 640}, 10), ({"max_tokens": 703}, 10)),
     ({"max_tokens": 704}, 11),
     ({"num_epochs": 1.0}, 6),  # 25 windows in steps of 4
-    ({"num_epochs": 2.0}, 12),
-    ({"num_epochs": 0.5}, 3),
-    ({"num_epochs": 0.16}, 1),
-    ({}, 6),
+    *(({"num_epochs": 2.0}, 12), ({"num_epochs": 0.5}, 3), ({"num_epochs": 0.16}, 1), ({}, 6)),
 ]
 
 
@@ -71,16 +70,23 @@ def test_less_than_one_step_is_rejected(length, given):
         count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
 
 
+def test_a_cpu_compiles_from_200_steps_on():
+    assert [compiles(SystemConfig(), on_gpu=False, max_steps=n) for n in (199, 200)] == [
+        False,
+        True,
+    ]
+
+
 def test_a_plan_adds_up():
     config = override(Config(), {"total_batch_size": 64, "mini_batch_size": 2, "num_epochs": 2.0})
-    config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 2})
+    config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 3})
     plan = make_plan(config, world_size=2, windows_per_epoch=25)
     assert (plan.max_steps, plan.tokens, plan.epochs) == (12, 12 * 64, 12 * 4 / 25)
     assert plan.batch.accumulation == 1
     assert plan.checkpoint_bytes == 3 * 4 * plan.parameters  # weights and two moments, fp32
     assert plan.disk_bytes == plan.retained_checkpoints * plan.checkpoint_bytes
     # Rolling, one whole epoch, best and the one before, the one being written.
-    assert plan.retained_checkpoints == 2 + 1 + 2 + 1
+    assert plan.retained_checkpoints == 3 + 1 + 2 + 1
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,9 @@ from gpt2lab.config.schema import OptimConfig
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.muon import NEWTON_SCHULZ
 from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.planner import estimate as estimating
 from gpt2lab.planner import hardware, timing
-from gpt2lab.planner.estimate import (
-    Window,
-    effective_tokens,
-    estimate,
-    event_costs,
-    predicted_loss,
-    steps_that_fit,
-    verdict,
-)
+from gpt2lab.planner.estimate import effective_tokens, estimate, predicted_loss, verdict
 from gpt2lab.planner.timing import work
 from gpt2lab.training.progress import Interval, total
 
@@ -107,7 +100,7 @@ def test_evaluations_cost_more_only_where_they_run_uncompiled(n_layer, is_cpu, s
     machine = dataclasses.replace(on("H100"), is_cpu=is_cpu)
     job = job_for(n_layer=n_layer)
     once, twice = (
-        event_costs(job, machine, known).seconds["eval"]
+        estimating.event_costs(job, machine, known).seconds["eval"]
         for known in (KNOWN, dataclasses.replace(KNOWN, constants=constants))
     )
     assert twice == pytest.approx(slower * once)
@@ -127,11 +120,11 @@ def test_more_cards_are_never_slower_on_nvlink(gpu, model):
 @examples
 @given(hours=st.floats(0.2, 400), gpu=st.sampled_from(["RTX-4090", "A100", "H100"]))
 def test_a_run_fits_exactly_if_its_upper_bound_is_within_the_budget(hours, gpu):
-    window = Window(3600 * hours, 300.0)
+    window = estimating.Window(3600 * hours, 300.0)
     job, where = job_for(tokens="10B"), on(gpu)
     found = estimate(job, where, KNOWN)
     assert (verdict(found, window) == "fits") == (found.seconds.high <= window.budget)
-    steps = steps_that_fit(job, window, lambda other: estimate(other, where, KNOWN))
+    steps = estimating.steps_that_fit(job, window, lambda other: estimate(other, where, KNOWN))
     if steps:
         assert estimate(job.with_steps(steps), where, KNOWN).seconds.high <= window.budget
         assert estimate(job.with_steps(steps + 1), where, KNOWN).seconds.high > window.budget

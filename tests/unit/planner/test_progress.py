@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.config.derived import count_due, is_due
-from gpt2lab.training.progress import Progress
+from gpt2lab.training.progress import Interval, Progress
 
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 
@@ -54,6 +54,10 @@ def test_pace_follows_the_most_recent_steps():
     for _ in range(200):
         progress.record_step(3.0)
     assert seconds_left(progress, 500) == pytest.approx(500 * 3.0)
+    for seconds in range(100):
+        progress.record_step(seconds)
+    assert progress.stop_seconds(assumed_save=2.0) == 1.5 * (94 + 2), "slow steps, no outliers"
+    assert Interval(2.0, 1.0, 4.0).inverse_of(8.0) == Interval(4.0, 2.0, 8.0)
 
 
 def test_a_resumed_start_goes_on_with_the_pace_before_until_it_has_its_own():
@@ -63,7 +67,7 @@ def test_a_resumed_start_goes_on_with_the_pace_before_until_it_has_its_own():
     progress.record_event("eval", 5.0)
     before = seconds_left(progress, 300)
     resumed = Progress(last_step=1000, frequencies={"eval": 100})
-    resumed.inherit([1.0] * 300, [("eval", 5.0)])
+    resumed.inherit([100.0, 100.0, *[1.0] * 300], [("eval", 5.0)])  # its first two steps warmed up
     assert seconds_left(resumed, 300) == pytest.approx(before)
     for _ in range(30):
         resumed.record_step(1.05)

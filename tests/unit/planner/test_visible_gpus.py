@@ -46,14 +46,9 @@ def _three_cards(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("chosen", "seen", "free_mib"),
     [
-        (None, [0, 1, 2], 500),
-        ("1,2", [1, 2], 70_000),
-        ("2", [2], 70_000),
-        ("2,1", [2, 1], 70_000),
-        (" 1 ", [1], 80_000),
-        ("GPU-abbb-1", [1], 80_000),
-        ("GPU-cccc", [2], 70_000),
-        ("1,7,2", [1], 80_000),
+        *((None, [0, 1, 2], 500), ("1,2", [1, 2], 70_000), ("2", [2], 70_000)),
+        *(("2,1", [2, 1], 70_000), (" 1 ", [1], 80_000), ("GPU-abbb-1", [1], 80_000)),
+        *(("GPU-cccc", [2], 70_000), ("1,7,2", [1], 80_000)),
     ],
 )
 def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, free_mib):

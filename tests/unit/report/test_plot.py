@@ -179,9 +179,6 @@ def test_a_plot_runs_over_tokens_or_hours_and_on_logarithmic_axes(run_dir):
                 assert last == found.loss.smooth.x[x][-1] <= axes.get_xlim()[1]
 
 
-# -- other tables ---------------------------------------------------------------------------------------------------
-
-
 def seed(**losses: float) -> dict[str, Any]:
     """Return one run of an ablation: {tokens: loss} with a t before the number, an hour for 100 tokens."""
     tokens = [int(name[1:]) for name in losses]
@@ -225,69 +222,45 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ([], "which run"),
-        (["no_such_run"], "no run of this name"),
-        (["RUN", "RUN"], "several runs: say where"),
-        (["RUN", "--out", "x.pdf"], "end in .png or .svg"),
-        (["RUN", "--out", "nowhere/x.png"], "cannot be written"),
-        (["EMPTY"], "has taken no step"),
-        (["--speeds", "none.json"], "say where to write with --out"),
-        (["--speeds", "none.json", "--out", "x.svg"], "no table of speeds"),
-        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "leave out --log"),
-        (["--speeds", "none.json", "--ladder", "EMPTY", "--out", "x.svg"], "leave out --speeds"),
-        (["--speeds", "none.json", "--compare", "b", "--out", "x.svg"], "leave out --speeds"),
-        (["--ablation", "EMPTY"], "no table of an ablation"),
-        (["--ablation", "EMPTY", "--x", "step"], "--x tokens or hours"),
-        (["RUN", "--ablation", "EMPTY"], "leave out runs"),
+        *("", "no_such_run", "RUN RUN", "RUN --out x.pdf", "RUN --out nowhere/x.png", "EMPTY"),
+        *("--speeds none.json", "--speeds none.json --out x.svg"),
+        "--speeds none.json --out x.svg --log x",
+        "--speeds none.json --ladder EMPTY --out x.svg",
+        "--speeds none.json --compare b --out x.svg",
+        *("--ablation EMPTY", "--ablation EMPTY --x step", "RUN --ablation EMPTY"),
     ],
 )
-def test_a_plot_that_cannot_be_drawn_is_one_line(run_dir, tmp_path, words, message):
+def test_a_plot_that_cannot_be_drawn_is_one_line(run_dir, tmp_path, words, wording):
     (tmp_path / "empty").mkdir()
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty"}
-    code, said, error = call("plot", *(names.get(word, word) for word in words))
+    code, said, error = call("plot", *(names.get(word, word) for word in words.split()))
     assert (code, said) == (2, "")
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
+    wording(error)
 
 
 _INTERVAL = {"mean": 1, "low": 0, "high": 2}
 
 
+_ONE = {"over_units": None, "over_seeds": _INTERVAL, "sequential": None, "setting": "a"}
+
+
 @pytest.mark.parametrize(
-    ("flag", "name", "found", "line"),
+    ("flag", "name", "found"),
     [
-        ("--speeds", "file.json", [], "no table of speeds (another shape); docs/"),
-        ("--speeds", "file.json", {"tokens_per_second": {}}, "no table of speeds (another shape)"),
-        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); gpt2lab "),
-        (
-            *("--ladder", "ladder.json"),
-            {"rungs": [], "curves": 3, "prediction": None, "score": None},
-            "no results of a ladder (another shape); ",
-        ),
-        (
-            *("--ablation", "ablation.json"),
-            {
-                "settings": [],
-                "comparisons": [
-                    {
-                        "over_units": None,
-                        "over_seeds": _INTERVAL,
-                        "sequential": None,
-                        "setting": "a",
-                    }
-                ],
-            },
-            "no table of an ablation (another shape); ",
-        ),
-        ("--compare", "file.json", {"a": "x", "b": "y", "explain": {}}, "no comparison with"),
+        ("--speeds", "file.json", []),
+        ("--speeds", "file.json", {"tokens_per_second": {}}),
+        ("--ladder", "ladder.json", {}),
+        ("--ladder", "ladder.json", {"rungs": [], "curves": 3, "prediction": None, "score": None}),
+        ("--ablation", "ablation.json", {"settings": [], "comparisons": [_ONE]}),
+        ("--compare", "file.json", {"a": "x", "b": "y", "explain": {}}),
     ],
 )
-def test_a_file_of_another_shape_is_one_line(flag, name, found, line, tmp_path):
+def test_a_file_of_another_shape_is_one_line(flag, name, found, tmp_path, wording):
     (tmp_path / name).write_text(json.dumps(found))
     what = tmp_path if name != "file.json" else tmp_path / name
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {line}")):
+    with pytest.raises(ConfigError) as caught:
         plot.main([flag, str(what), "--out", str(tmp_path / "it.png")])
+    wording(caught.value)
     assert not (tmp_path / "it.png").exists()

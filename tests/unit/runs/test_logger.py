@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,9 +25,6 @@ def lines_of(run_dir: Path) -> list[dict]:
     for line in lines:
         line.pop("crc", None)
     return lines
-
-
-# -- metrics.jsonl -----------------------------------------------------------------------------------------------
 
 
 def test_every_line_tells_what_when_which_start_and_which_step(tmp_path):
@@ -76,12 +70,7 @@ def test_a_console_on_a_full_disk_is_written_again(tmp_path):
         "logger.say('one'); logger.say('two'); os.dup2(disk, 1); logger.say('three')\n"
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); logger.say('four'); logger.close()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(launch.REPOSITORY / "src")},
-        capture_output=True,
-        text=True,
-    )
+    done = launch.python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("three\n")
     assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\nfour\n"
@@ -191,9 +180,6 @@ def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, mo
     assert capsys.readouterr() == ("", "")
 
 
-# -- reading it back ---------------------------------------------------------------------------------------------
-
-
 def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
     return {"event": kind, "time": 1.0, "attempt": attempt, "step": step, **fields}
 
@@ -201,20 +187,16 @@ def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
 def test_current_follows_the_line_that_the_newest_weights_took():
     events = [
         *[event("step", n, 1) for n in range(1, 8)],
-        event("eval", 6, 1, val_loss=1.0),
-        event("resume", 4, 2, from_step=4),
-        event("step", 5, 2),
-        event("resume", 2, 3, from_step=2),
-        event("step", 3, 3),
-        event("step", 4, 3),
-        event("eval", 4, 3, val_loss=1.0),
+        *(event("eval", 6, 1, val_loss=1.0), event("resume", 4, 2, from_step=4)),
+        *(event("step", 5, 2), event("resume", 2, 3, from_step=2), event("step", 3, 3)),
+        event("eval", 3, 3, val_loss=1.0),
     ]
     steps = history.current(events, "step")
-    assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3, 4: 3}
-    assert {n: kept["attempt"] for n, kept in history.current(events, "eval").items()} == {4: 3}
+    assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3}
+    assert {n: kept["attempt"] for n, kept in history.current(events, "eval").items()} == {3: 3}
     log = history.Log.of(events)
     attempts = dict(zip(log.numbers.tolist(), log.column("attempt").tolist(), strict=True))
-    assert attempts == {1: 1, 2: 1, 3: 3, 4: 3}
+    assert attempts == {1: 1, 2: 1, 3: 3}
     assert log.current("eval") == history.current(events, "eval")
 
 

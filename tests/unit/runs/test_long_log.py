@@ -101,9 +101,6 @@ def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir
         log.last_step()
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory, straight) -> Path:
     return long_run_of(straight.path, tmp_path_factory.mktemp("long") / "r")
@@ -125,9 +122,6 @@ def test_a_long_log_costs_little_memory(long_run, name, is_cached):
     if not is_cached:
         (long_run / CACHE).unlink()
     assert peak_bytes(READERS[name], long_run) < BUDGET
-
-
-# -- damaged lines, and their repair -----------------------------------------------------------------------------
 
 
 def damage_lines(path: Path, *numbers: int) -> bytes:
@@ -205,9 +199,6 @@ def test_a_resume_over_damaged_lines_continues_with_the_same_bits(run, straight,
     [resumed] = run.events("resume")
     assert resumed["verified_batches"] == [10, 11]
     assert run.losses(attempt=2) == {n: loss for n, loss in straight.losses().items() if n > 10}
-
-
-# -- the ends of a log -------------------------------------------------------------------------------------------
 
 
 def test_the_newest_event_is_found_before_long_and_damaged_lines(tmp_path, monkeypatch):

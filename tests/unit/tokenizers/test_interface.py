@@ -22,9 +22,7 @@ from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
 
 TEXTS = [
     "Hello, I'm a model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345",
-    f"what looks like {END_TOKEN} is text",
-    "",
-    " leading and trailing  \n\n",
+    *(f"what looks like {END_TOKEN} is text", "", " leading and trailing  \n\n"),
     "caf\u0065\u0301 \x00 \u2028 end",
 ]
 CORPUS = [*TEXTS, *(f"number {n} of {n * n} words, {'again ' * (n % 5)}" for n in range(400))]
@@ -92,9 +90,7 @@ def test_its_files_are_the_same_tokenizer(tokenizer, tmp_path):
     assert found == tokenizer
     assert found is not None
     assert (found.size, found.end_of_text, found.hash) == (
-        tokenizer.size,
-        tokenizer.end_of_text,
-        tokenizer.hash,
+        *(tokenizer.size, tokenizer.end_of_text, tokenizer.hash),
     )
     again = pickle.loads(pickle.dumps(tokenizer))  # what a process that tokenizes gets
     assert again == tokenizer

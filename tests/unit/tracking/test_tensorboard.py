@@ -156,9 +156,6 @@ def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path):
     assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
 
 
-# -- rebuilt from metrics.jsonl -------------------------------------------------------------------------------------
-
-
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return {tag: its (step, value)}; of texts, the steps."""
     read = EventAccumulator(str(folder))

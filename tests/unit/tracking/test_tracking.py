@@ -164,9 +164,6 @@ def test_a_library_that_is_missing_is_said_and_the_run_goes_on(
     assert_untouched(tmp_path / "r", plain)
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
-
-
 class Recorder:
     """A tracker that keeps in memory what it is sent."""
 
@@ -199,10 +196,7 @@ def write_log(run_dir: Path, *events: tuple[str, int, int]) -> None:
     with open(run_dir / "metrics.jsonl", "a") as file:
         for number, (kind, attempt, step) in enumerate(events):
             fields = {
-                "max_steps": 9,
-                "world_size": 1,
-                "spike_step": 9,
-                "val_loss": 1.0,
+                **{"max_steps": 9, "world_size": 1, "spike_step": 9, "val_loss": 1.0},
                 "message": "",
             }
             line = {"event": kind, "time": 1e9 + number, "attempt": attempt, "step": step}
@@ -339,8 +333,6 @@ def test_the_old_flag_is_one_of_the_trackers():
     assert problems == ["track 'aim' is none of wandb, trackio, mlflow"]
     assert set(TRACKERS) == set(LIBRARIES)
 
-
-# -- the libraries themselves ----------------------------------------------------------------------------------------
 
 READ_BACK = {
     "trackio": """

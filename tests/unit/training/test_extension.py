@@ -74,9 +74,7 @@ def test_a_run_tells_each_moment_in_order(tiny_flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "requested"])
-def test_a_failure_is_one_warning_and_changes_no_number(
-    moment: str, tiny_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_one_warning_and_changes_no_number(moment, tiny_flags, tmp_path, capsys):
     train(tiny_flags, "plain")
     capsys.readouterr()
     failing, other = Witness(moment), Witness()
@@ -89,17 +87,13 @@ def test_a_failure_is_one_warning_and_changes_no_number(
     assert sum(line.startswith(moment) for line in failing.heard) == 1, "it is left out afterwards"
 
 
-def test_a_request_can_be_rejected_before_anything_is_written(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_a_request_can_be_rejected_before_anything_is_written(tiny_flags, tmp_path):
     with pytest.raises(ConfigError, match="fails at requested"):
         train(tiny_flags, "rejected", Witness("requested"))
     assert not (tmp_path / "runs" / "rejected").exists()
 
 
-def test_the_error_that_ends_a_run_is_told(
-    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_that_ends_a_run_is_told(tiny_flags, monkeypatch):
     witness = Witness()
     monkeypatch.setenv("FAULT", "step:raise@2")
     with pytest.raises(RuntimeError):

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from gpt2lab.errors import CheckpointError, DriftError, NonFiniteError
 from gpt2lab.files import JsonFile
 from gpt2lab.model.gpt import GPT
 from gpt2lab.training import health
+from gpt2lab.training.resolve import resolve
+from tiny import parse
 from whole_run import Run
 
 S = 8  # windows a step
@@ -96,10 +99,13 @@ def test_the_row_of_bad_gradients_is_counted_across_a_resume(run, spoil):
     assert "step 7: 4 updates in a row" in str(run.rejected("--max_steps=20", "--resume=latest"))
 
 
-def test_weights_that_are_not_finite_are_never_saved(run):
-    """The gradient was finite, the step it led to was not."""
-    rejection = run.rejected("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
-    assert isinstance(rejection, NonFiniteError)
+@pytest.mark.parametrize(("freq", "fault"), [(1, ""), (0, "step:raise@2")])
+def test_weights_that_are_not_finite_are_never_saved(freq, fault, run, monkeypatch):
+    """The gradient was finite, the step it led to was not; after an error of another kind nobody rescues them."""
+    monkeypatch.setenv("FAULT", fault)
+    flags = ("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
+    with pytest.raises(RuntimeError if fault else NonFiniteError):
+        run.train(*flags, f"--checkpoint_freq={freq}")
     assert all(
         bool(torch.isfinite(tensor).all())
         for info in run.checkpoints().values()
@@ -142,6 +148,8 @@ def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
     assert (event["step"], event["spike_step"], event["samples"]) == (9, 12, [72, 96])
     state = run.saved_state(16)
     assert state["samples"] == 16 * S + 24
+    again = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
+    assert again.last_sample() == 16 * S + 24
     assert state["skipped"] == [{"step": 12, "reason": "rewind", "samples": [72, 96]}]
     assert len(list(run.path.glob("superseded-*/step_*"))) == 2
 
@@ -157,6 +165,24 @@ def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
     cut.train(*flags, "--resume=latest", "--stop_after_steps=13")
     cut.train(*flags, "--resume=latest")
     assert hashes(cut, 16) == hashes(run, 16)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_second_rewind_to_before_the_first_remembers_it(run, spoil):
+    spoil(50.0, 12, 14)
+    run.train("--max_steps=12", "--on_spike=rewind")
+    assert [(r["step"], r["samples"]) for r in run.saved_state(12)["skipped"]] == [
+        (12, [72, 96]),
+        (11, [64, 112]),
+    ]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_run_ends_after_the_most_rewinds(run, spoil, monkeypatch):
+    monkeypatch.setattr(health, "MOST_REWINDS", 1)
+    spoil(50.0, 12, 14)
+    with pytest.raises(NonFiniteError):
+        run.train("--max_steps=12", "--on_spike=rewind")
 
 
 @pytest.mark.usefixtures("soon")
@@ -183,9 +209,22 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
     assert not health.is_spike(1.0, calm), "a fall is no spike"
     assert not health.is_spike(1e9, calm[:63])
     assert not health.is_spike(math.nan, calm)
-    assert not health.is_spike(3.01, (3.0,) * 64), "a flat curve has no noise to measure by"
+    flat = tuple(3.0 + 1e-6 * (-1) ** n for n in range(64))
+    assert health.z_score(3.01, flat) == pytest.approx(0.01 / 0.003), "its noise is no measure"
     assert state_module.extend(calm, math.inf) == calm
     assert len(state_module.extend(calm * 4, 3.0)) == state_module.WINDOW
+
+
+def test_a_state_counts_numbers_that_are_none_and_keeps_the_earliest_best():
+    state, one = (
+        TrainState().with_val_loss(1.0),
+        {"samples": 1, "tokens": 1, "seconds": 1.0, "loss": 2.0},
+    )
+    in_a_row = []
+    for reason in (None, NOT_FINITE, NOT_FINITE, "spike", NOT_FINITE, None):
+        state = state.advance(**one, skip_reason=reason).with_val_loss(3.0)
+        in_a_row.append(state.non_finite_in_a_row)
+    assert (in_a_row, state.best_step, state.best_val_loss) == ([0, 1, 2, 0, 1, 0], 1, 3.0)
 
 
 def test_states_of_before_the_guards_still_load():
@@ -194,6 +233,21 @@ def test_states_of_before_the_guards_still_load():
     for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
         del values[name]
     assert TrainState.from_file(file, values) == TrainState(step=3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times"), [((0.001, 0.002), 0), ((1.0, 1.2), 0), ((1.0, 1.4), 1)]
+)
+def test_a_rank_is_slow_by_its_share_and_by_what_can_be_noticed(seconds, times):
+    said: list[str] = []
+    log: Any = SimpleNamespace(warn=lambda text, step: said.append(text))
+    ranks: Any = SimpleNamespace(
+        is_distributed=True, gather=lambda mine: [(one, 0.0, "here") for one in seconds]
+    )
+    stragglers = health.Stragglers(ranks, log)
+    for step in range(10, 10 * health.SLOW_IN_A_ROW + 1, 10):
+        stragglers.note(step, work_seconds=1.0, wait_seconds=0.0)
+    assert len(said) == times
 
 
 @pytest.mark.parametrize("bit", [0, 13, 31])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import struct
 from pathlib import Path
@@ -128,9 +127,7 @@ def test_a_resume_cannot_be_given_another_beginning(folder, tmp_path):
     command = parse(
         flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
     )
-    with pytest.raises(
-        ConfigError, match="cannot continue from different initial weights: init_from None"
-    ):
+    with pytest.raises(ConfigError, match="init_from None"):
         resolve(command, world_size=1, set_aside=False)
 
 
@@ -152,16 +149,14 @@ def test_a_shorter_context_keeps_the_first_positions(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "problem"),
+    "typed",
     [
-        *(("--n_layer=3", "n_layer 3 .* 1;"), ("--n_head=4", "n_head 4")),
-        *(("--vocab_size=50304", "vocab_size 50304 .* 300"), ("--model=gpt2-nano", "n_layer 2")),
-        ("--context_length=32", "context_length 32 .* 24"),
+        *("--n_layer=3", "--n_head=4", "--vocab_size=50304", "--model=gpt2-nano"),
+        "--context_length=32",
     ],
 )
-def test_another_architecture_is_rejected(typed, problem, folder, tmp_path):
-    line = rejection(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed)
-    assert re.search(problem, line), line
+def test_another_architecture_is_rejected(typed, folder, tmp_path, wording):
+    wording(rejection(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed))
 
 
 def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(folder, tmp_path):

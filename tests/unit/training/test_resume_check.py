@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
+from gpt2lab.training import resume_check
 from tiny import write_shards
 from whole_run import Run
 
@@ -130,6 +133,15 @@ def test_a_changed_rate_is_not_compared(run, monkeypatch):
     run.train(*COMMON, "--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     [event] = run.events("resume")
     assert (event["level"], event["verified_lr"]) == ("changed", None)
+
+
+@pytest.mark.parametrize(("fixed", "level"), [(True, "bit-identical"), (False, "same data")])
+def test_the_same_bits_are_promised_where_kernels_are_deterministic(fixed, level):
+    there = {"environment": {"deterministic": fixed, "world_size": 1}}
+    start: Any = SimpleNamespace(
+        **{"changes": {}, "config": Config(), "checkpoint": SimpleNamespace(manifest=there)}
+    )
+    assert resume_check._level(start, there) == level
 
 
 @pytest.mark.parametrize("on_gpu", ["before", "now"])

@@ -19,13 +19,7 @@ from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.training import stop
 from gpt2lab.training.control import Control, Request
 from gpt2lab.training.heartbeat import FOLDER, Heartbeat
-from gpt2lab.training.stop import (
-    Signals,
-    find_deadlines,
-    find_due,
-    launcher_grace_seconds,
-    parse_moment,
-)
+from gpt2lab.training.stop import Signals, find_due, launcher_grace_seconds, parse_moment
 
 NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
 
@@ -128,6 +122,7 @@ def test_a_hang_blames_no_rank_of_an_earlier_start_and_reads_no_damaged_file(tmp
     folder.mkdir()
     beat = {"rank": 0, "host": "a", "step": 5, "phase": "saving", "seconds": 9, "time": 1e12}
     (folder / "rank_0000.json").write_text(json.dumps(beat))
+    (folder / "rank_0001.json").write_text(json.dumps({**beat, "rank": 1, "step": 6}))  # waits
     (folder / "rank_0007.json").write_text(json.dumps({**beat, "rank": 7, "step": 1, "time": 0}))
     report = Heartbeat(tmp_path, rank=0, world_size=2, hang_seconds=0).report()
     assert "all wait for: rank 0 on a saving of step 5 for 9 s;" in report
@@ -188,11 +183,11 @@ def test_the_schedulers_end_is_a_deadline_and_nonsense_is_none(monkeypatch):
     now = datetime.now().astimezone().replace(microsecond=0)  # the environment holds whole seconds
     monkeypatch.setattr(time, "monotonic", lambda: 5000.0)
     environ = {"SLURM_JOB_END_TIME": str(int(now.timestamp()) + 100)}
-    deadlines = find_deadlines(None, environ, now=now)
-    assert deadlines == {"SLURM_JOB_END_TIME": 5100.0}
+    deadlines = stop.find_deadlines(None, environ, now=now, max_hours=0.5)
+    assert deadlines == {"SLURM_JOB_END_TIME": 5100.0, "max_hours": 6800.0}
     assert find_due(deadlines, margin_seconds=10) is None
     assert find_due(deadlines, margin_seconds=200) == "SLURM_JOB_END_TIME"
-    assert find_deadlines(None, {"SLURM_JOB_END_TIME": ""}, now=now) == {}
+    assert stop.find_deadlines(None, {"SLURM_JOB_END_TIME": ""}, now=now) == {}
 
 
 def test_grace_is_that_of_the_launcher_or_none():
@@ -243,8 +238,10 @@ def test_minutes_since_the_last_save_ask_for_one(signals, tmp_path):
 def test_a_deadline_is_met_before_it_by_what_a_stop_takes(signals, tmp_path):
     asked = control(signals, tmp_path, stop_at=time.monotonic() + 60)
     assert asked.agree().stop is None
+    asked.has_ended = "no longer improves"
+    assert (asked.agree().stop, asked.is_interrupted()) == (asked.has_ended, False)
     asked.margin_seconds = 61
-    assert asked.agree().stop == "stop_at"
+    assert (asked.agree().stop, asked.is_interrupted()) == ("stop_at", True)
 
 
 def test_a_rejection_of_one_is_everyones(signals, tmp_path):
