@@ -115,7 +115,9 @@ _opened: list[Path] | None = None
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
     if _opened is not None and event == "open" and isinstance(args[0], str | os.PathLike):
-        _opened.append(Path(args[0]))
+        path, mode = Path(args[0]), args[1]
+        if mode is not None or _opened[-1:] != [path]:  # else the `opener` of the call before
+            _opened.append(path)
 
 
 sys.addaudithook(_note)

@@ -181,6 +181,8 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
         )
+    if actions.preset in PRESETS:
+        raise ConfigError(f"--preset {actions.preset}: here it is --model {actions.preset}")
     path = actions.config
     file = read_file(paths.from_working_directory(path), recipe) if path else {}
     chosen = values.keys() | file.keys()
@@ -297,6 +299,4 @@ def _elsewhere(name: str, value: str) -> str | None:
     """Answer a value that a setting has in another program."""
     if name == "model" and value.startswith("hf:"):
         return f"weights of the Hub are --init_from {value}"
-    if name == "preset" and value in PRESETS:
-        return f"here it is --model {value}"
     return answer_value(name, value)

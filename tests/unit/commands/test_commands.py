@@ -386,7 +386,7 @@ def test_help_of_a_target_names_the_hub(name):
         ("status --watch inf", "at most a day"),
         ("data tokenizer train TEXT --out new --vocab_size 1e15", "must be at most 10,000,000"),
         ("data tokenizer train TEXT --out new --max_bytes 0", "max_bytes 0 must be at least 1"),
-        ("data tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 4"),
+        ("data tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 16"),
         ("data tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
     ],
 )

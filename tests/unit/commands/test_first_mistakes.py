@@ -405,7 +405,7 @@ def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
         head, last = done.stdout.splitlines()[-1].split(": ", 1)
         assert head == "train with"
     words = shlex.split(last)
-    start = resolved(words[words.index("train") + 1 :])
+    start = resolved(words[[word.endswith("train.py") for word in words].index(True) + 1 :])
     assert start.data.folder == tmp_path / "a b"
     assert 0 < start.plan.epochs < MANY_EPOCHS
     assert start.plan.disk_bytes < 10**9

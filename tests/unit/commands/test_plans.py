@@ -79,7 +79,7 @@ def test_a_saved_command_line_means_the_same(name, tmp_path):
     done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")
-    assert done.stdout.endswith(f"gpt2lab train --config {name}\n")
+    assert done.stdout.endswith(f"src/train.py --config {name}\n")
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert parse([f"--config={tmp_path / name}"]).config == parse(argv).config
     assert "checkpoint_dir" not in (tmp_path / name).read_text(), "of this place alone"

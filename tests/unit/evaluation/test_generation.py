@@ -146,9 +146,9 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     full = text[: CONTEXT + 1]  # the last of them is drawn from a full context
     assert text[CONTEXT + 1 :] == greedy(full[-(CONTEXT // 2) :], len(text) - CONTEXT - 1)
     fits = completer(folder, temperature=0.0, max_new_tokens=CONTEXT + 1 - len(prompt))
-    fits.complete(prompt)
+    list(fits.complete(prompt))
     assert (fits.outgrew, len(text) > CONTEXT + 1) == (False, True)
-    fits.complete([*prompt, 7])
+    list(fits.complete([*prompt, 7]))
     assert fits.outgrew
 
 
