@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import os
+import re
 import socket
 import sys
 import threading
