@@ -14,6 +14,7 @@ from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.tokenizers.interface import Tokenizer
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
+MANY = [f"{i} " + TEXTS[i % len(TEXTS)] * (1 + i % 5) for i in range(400)]
 
 
 def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:

@@ -116,7 +116,7 @@ def program(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
         yield process, found[0]
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=launch.HANG_SECONDS)
-        assert (process.returncode, error) == (0, ""), error
+        assert (process.returncode, launch.without_progress(error)) == (0, ""), error
     finally:
         process.kill()
         process.wait()

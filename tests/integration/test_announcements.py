@@ -159,7 +159,7 @@ def test_every_command_says_what_it_does_while_it_takes_long(command, folder, mo
     said: list[str] = []
     monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(entry, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(console, "say", said.append)
+    monkeypatch.setattr(console, "say", lambda text="": said.append(text))
     plain = pkgutil.resolve_name(f"gpt2lab.{place}")
 
     def slow(*args: object, **named: object) -> object:

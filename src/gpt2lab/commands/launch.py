@@ -21,6 +21,7 @@ from gpt2lab.commands.parser import name_of
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 from gpt2lab.paths import LAUNCHED
+from gpt2lab.runs.console import doing
 from gpt2lab.training.stop import PARENT, STOP_SIGNALS, interruption
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-u", *program, *_without_gpus(argv))
+            with doing(""):  # the ranks print
+                elastic_launch(config, sys.executable)("-u", *program, *_without_gpus(argv))
             return 0
         except (ChildFailedError, SignalException) as error:
             ended = error

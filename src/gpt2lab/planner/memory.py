@@ -154,9 +154,13 @@ class StepMemory:
         self.matrix, self.vocab = C * C, model.vocab_size * C
         count = count_block_matrices if self.gathers_bf16 else count_block_parameters
         self.in_block = count(model)
-        # The norm of the gradient, in fp64, has a number for each row of a matrix, and those of vectors.
+        # The norm of the gradient holds a number for each row of a matrix, and in fp64 twice those and the vectors'.
         rows = (1 + self.is_untied) * model.vocab_size + 9 * model.n_layer * C
-        self.norms = 4 * rows + 16 * (rows + self.is_untied * model.vocab_size)
+        rows += model.context_length * (model.positions == "learned")
+        vectors = model.n_layer * (count_block_parameters(model) - 12 * C * C) + 2 * C
+        vectors += 2 * C * (model.embedding_norm == "on")
+        vectors += self.is_untied * model.vocab_size  # the bias of the head
+        self.norms = 4 * rows + 16 * (rows + vectors)
         self.weights = (2 if self.gathers_bf16 else 4) * self.in_block
         copied = self.vocab if self.gathers_bf16 else count_matmul_parameters(model)
         self.copies = 2 * copied if self.bf16 else 0
@@ -186,7 +190,8 @@ class StepMemory:
         }[recompute]
         rotation = 4 * model.context_length * C // model.n_head
         # Of the step's token ids, and of RoPE's cosines and sines.
-        self.inputs = 8 * tokens * accumulation + rotation * (model.positions != "learned")
+        self.ids = 8 * tokens * accumulation
+        self.inputs = self.ids + rotation * (model.positions != "learned")
         if model.embedding_norm == "on":  # the embedding, and what a gain multiplies
             self.inputs += tokens * ((8 if self.each.rms and not self.frozen else 4) * C + 8)
 
@@ -338,7 +343,7 @@ def _at_the_end(s: StepMemory) -> list[Memory]:
     gathered, sent = s.around + s.weights, 2 * s.sent + s.sent // s.world_size
     return [
         _moment("backward of the embedding", s, gathered=gathered, gradients=gradients),
-        _moment("norm of the gradient", s, gradients=s.shard, head=s.norms),
+        _moment("norm of the gradient", s, gradients=s.shard, activations=s.ids, head=s.norms),
         _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard),
         _moment("exchange of weights", s, gradients=s.shard, head=sent),
     ]

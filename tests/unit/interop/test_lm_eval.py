@@ -311,6 +311,6 @@ def test_lm_evals_own_command_line_has_the_model(folder, monkeypatch, capsys):
         assert main() == code
         told = capsys.readouterr()
         if code:
-            assert told.err.splitlines()[-1].startswith("error: nobody: no such run or folder")
+            assert told.err.splitlines()[-1].startswith("error: nobody: no run of this name in ")
         else:
             assert f"|acc     |↑  |{accuracy:>5}|±" in told.out
