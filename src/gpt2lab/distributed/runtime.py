@@ -66,6 +66,8 @@ class Runtime:
 
         Raises: ConfigError if the machine does not have it.
         """
+        # An RMSNorm's gain stays fp32 where the residual stream is bf16: no fused kernel, but no rounded gain either.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same. A run
         # that was compiled in this process may have left another precision.
         torch.set_float32_matmul_precision("highest")
