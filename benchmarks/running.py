@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contestants import Contestant, Step
-from gpt2lab import SPIN_COUNT
+from gpt2lab import SPIN_COUNT_BUSY
 from gpt2lab.errors import CheckError
 from gpt2lab.planner.machine import Watch
 
@@ -164,7 +164,9 @@ def _start(contestant: Contestant, before: list[str]) -> subprocess.Popen[bytes]
         "TOKENIZERS_PARALLELISM": "false",
         **contestant.environment,
     }
-    if environment.get("GOMP_SPINCOUNT") == SPIN_COUNT:  # ours, which our programs set themselves
+    if (
+        environment.get("GOMP_SPINCOUNT") == SPIN_COUNT_BUSY
+    ):  # ours, which our programs set themselves
         del environment["GOMP_SPINCOUNT"]
     with open(contestant.place.output, "wb") as output:
         return subprocess.Popen(

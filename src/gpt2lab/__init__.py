@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 10):  # noqa: UP036 - here, because nothing below loads in an older Python
@@ -14,13 +15,33 @@ if sys.version_info < (3, 10):  # noqa: UP036 - here, because nothing below load
     )
     sys.exit(2)
 
-# How OpenMP's threads wait for the next loop; read when torch is loaded, which every program does after this package.
-# By default they spin for ever: a CPU run beside one busy program is then 4 times slower. Without spinning a small
-# model loses a third. This many turns (microseconds) bridge the gaps within a step.
-SPIN_COUNT = "1000"
+# How OpenMP's threads wait for the next loop, decided before torch is loaded. libgomp's own way, to spin for long, is
+# best on an idle machine (a small model loses a third without), but 3 to 5 times slower beside one busy program.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # each decides it, if it is set
-if not any(name in os.environ for name in WAITING):
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+SPIN_COUNT_BUSY = "100"
+
+
+def is_crowded(threads: int) -> bool:
+    """Tell whether `threads` threads and what else runs now are more than the processors; False where it is unknown."""
+    try:
+        with open("/proc/loadavg") as file:
+            running = int(file.read().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):  # no Linux
+        return False
+    return running - 1 + threads > (os.cpu_count() or 1)
+
+
+def _stays_crowded() -> bool:
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    for _ in range(8):
+        if not is_crowded(threads):
+            return False
+        time.sleep(0.001)
+    return True
+
+
+if not any(name in os.environ for name in WAITING) and _stays_crowded():
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT_BUSY
 
 if TYPE_CHECKING:
     from gpt2lab.commands.api import LanguageModel, Run, estimate, load, open_run, prepare, train

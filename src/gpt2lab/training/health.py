@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import socket
 import statistics
+import time
 
 import torch
 from torch import nn
 
+from gpt2lab import WAITING, is_crowded
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import TrainState
@@ -30,6 +33,7 @@ from gpt2lab.training.train_step import StepStats, is_finite
 
 FEWEST = 64  # with fewer recent losses, nothing is a spike: the loss of a young run falls fast
 LIMIT = 6.0  # standard deviations
+MINUTE_OF_LOOKS = 12  # at the machine's load
 LEAST_SPREAD = 1e-3  # of the mean: the noise of a flat curve is no spike
 
 
@@ -210,6 +214,28 @@ class Stragglers:
             self._logger.warn(
                 f"rank {slowest} on {host} is slow: {totals[slowest]:.3f} s of its own a step "
                 f"({wait:.3f} s waiting for data), the median rank {median:.3f} s; all wait for it",
+                step,
+            )
+
+
+class Crowding:
+    """Warns once of other programs that keep the processors busy while this run's threads wait by spinning."""
+
+    def __init__(self, runtime: Runtime, logger: MetricsLogger) -> None:
+        spins = not any(name in os.environ for name in WAITING) and torch.get_num_threads() > 1
+        self._looks = MINUTE_OF_LOOKS if spins and runtime.device.type == "cpu" else 0  # left
+        self._logger, self._next = logger, 0.0
+
+    def note(self, step: int) -> None:
+        """Look, every few seconds; the last look of a minute in which all were crowded warns."""
+        if not self._looks or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 60 / MINUTE_OF_LOOKS
+        self._looks = self._looks - 1 if is_crowded(1) else MINUTE_OF_LOOKS  # its threads run already
+        if not self._looks:
+            self._logger.warn(
+                "other programs keep the processors busy, and threads that wait spin, which can be 4 times slower: "
+                "Ctrl+C and --resume latest go on without spinning",
                 step,
             )
 

@@ -17,7 +17,7 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.health import Stragglers, accepts, is_spike, report_health, rewind
+from gpt2lab.training.health import Crowding, Stragglers, accepts, is_spike, report_health, rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
@@ -57,6 +57,7 @@ class StepPipeline:
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         self.log = StepLog(components, session)
         self._stragglers = Stragglers(components.runtime, self.logger)
+        self._crowding = Crowding(components.runtime, self.logger)
 
     @property
     def newest_step(self) -> int:
@@ -123,6 +124,7 @@ class StepPipeline:
             work_seconds=step.stats.work_seconds,
             wait_seconds=step.batch.wait_seconds,
         )
+        self._crowding.note(step.number)
         self.saver.poll()
         return True
 

@@ -250,6 +250,30 @@ def test_a_rank_is_slow_by_its_share_and_by_what_can_be_noticed(seconds, times):
     assert len(said) == times
 
 
+@pytest.mark.parametrize(("threads", "typed", "times"), [(2, "", 1), (1, "", 0), (2, "100", 0)])
+def test_a_minute_of_other_programs_warns_once_where_threads_spin(
+    threads, typed, times, monkeypatch
+):
+    for name in health.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    if typed:
+        monkeypatch.setenv("GOMP_SPINCOUNT", typed)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    most = health.MINUTE_OF_LOOKS
+    crowded = [True] * (most - 1) + [False] + [True] * 2 * most
+    monkeypatch.setattr(health, "is_crowded", lambda _: crowded[len(noted)])
+    noted: list[int] = []
+    said: list[int] = []
+    crowding = health.Crowding(
+        Runtime(), SimpleNamespace(warn=lambda text, step: said.append(step))
+    )  # type: ignore[arg-type]
+    for step in range(len(crowded)):
+        crowding._next = 0.0
+        crowding.note(step)
+        noted.append(step)
+    assert said == [2 * most - 1] * times
+
+
 @pytest.mark.parametrize("bit", [0, 13, 31])
 def test_one_flipped_bit_changes_a_checksum(bit):
     values = torch.randn(33, 7)
