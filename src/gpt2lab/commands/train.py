@@ -138,7 +138,7 @@ def finetune(argv: list[str]) -> int:
 
 def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: bool) -> int:
     """List the checkpoints of all runs in a folder, or of one; return 1 if `verify` found a damaged one."""
-    from gpt2lab.runs.summary import print_checkpoints
+    from gpt2lab.commands.checkpoints import print_checkpoints
     from gpt2lab.runs.target import find_run
 
     if name is not None:

@@ -20,13 +20,13 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import staged
 from gpt2lab.commands import verbs
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.entry import run as run_command
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
-from gpt2lab.runs.summary import print_checkpoints
 from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 

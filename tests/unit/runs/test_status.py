@@ -19,9 +19,9 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint import catalog
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.summary import print_checkpoints
 from launch import call
 from stopped_run import stopped_and_resumed
 
