@@ -33,7 +33,6 @@ from gpt2lab.errors import (
 from gpt2lab.model import rng
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.stop import Signals
 
 _ROOM = 1.2  # free disk before a save, in checkpoints: headers, state, and what others write
 
@@ -61,10 +60,11 @@ class Outcome:
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, components: Components, session: Session, signals: Signals) -> None:
+    def __init__(self, components: Components, session: Session) -> None:
         start = components.start
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
-        self.folder, self.logger, self.signals = session.folder, session.logger, signals
+        self.folder, self.logger = session.folder, session.logger
+        self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
@@ -80,7 +80,7 @@ class Saver:
         # Seconds of a save by the writer; of the last start's until one has ended.
         self._longest = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
-        signals.is_writing = self.is_writing
+        self.signals.is_writing = self.is_writing
 
     def __enter__(self) -> Saver:
         return self
@@ -409,7 +409,7 @@ class Saver:
 
     def _make_room(self) -> str | None:
         """Make room for a checkpoint by retiring old ones early; return what is missing, or None."""
-        needed = _ROOM * store.num_bytes(self.model, self.optimizers)
+        needed = _ROOM * store.staging_bytes(self.model, self.optimizers)
         if shutil.disk_usage(self.run_dir).free >= needed:
             return None
         with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
