@@ -343,17 +343,6 @@ def _optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> Tensors:
     }
 
 
-def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
-    """Return the tensor bytes of a checkpoint: parameters in fp32 and the optimizers' state, as it is now."""
-    moments = [
-        value.numel() * value.element_size()
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-    ]
-    return 4 * sum(parameter.numel() for parameter in model.parameters()) + sum(moments)
-
-
 def load(
     folder: Path, *, model: nn.Module, optimizers: Optimizers, other_optimizer: bool = False
 ) -> tuple[TrainState, list[dict[str, Any]]]:
