@@ -44,7 +44,7 @@ class HellaSwag:
         self.num_items = len(questions)
         self._questions, self._strategy, self._runtime = questions, strategy, runtime
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
-        sequences = (item for style in self._styles for item in questions.sequences(style))
+        sequences = (item for style in self._styles for item in questions.sequences[style])
         rows = make_rows(sequences, context_length=context_length)
         budget = batch_tokens or BATCH_TOKENS[runtime.device.type]
         self._batches = cut_batches(rows, batch_tokens=budget)
@@ -92,7 +92,7 @@ def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
             scores["acc"] = sums["harness"]
             scores["acc_norm"] = sums["harness"] / questions.ending_chars
         if "tutorial" in sums:
-            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths["tutorial"][:, 1:]
+            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths("tutorial")[:, 1:]
     return Results(
         kind="hellaswag",
         units={"n": len(questions), "items": questions.fingerprint},
