@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,9 +71,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.runs.console import never_wait_for_stderr
 
     never_wait_for_stderr()
-    from gpt2lab.training.progress import process_began
-
-    run(request, recipe, planner=planner, began=process_began())
+    run(request, recipe, planner=planner, began=_process_began())
     return 0
 
 
@@ -112,6 +111,16 @@ def run(
         request, recipe=recipe, extensions=surroundings, planner=planner, start=start, began=began
     )
     return None if start is None else start.run_dir
+
+
+def _process_began() -> float:
+    """Return the reading of the monotonic clock at which this process started; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.monotonic() - age
 
 
 def planner_of(actions: Actions) -> TrainingPlanner:

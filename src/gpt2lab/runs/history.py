@@ -50,7 +50,6 @@ from gpt2lab.tokenizers.opening import of_record
 
 WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
-_TAIL = 1 << 20  # bytes
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
 
 # A step in memory: where its line begins in the log, and its numbers.
@@ -95,37 +94,14 @@ def iter_events(run_dir: Path) -> Iterator[Event]:
     if not path.exists():
         return
     with open(path, "rb", opener=regular) as file:
-        yield from _parsed(file)
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield parse_line(line)
 
 
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a short run, see `iter_events`; those of a long run need gigabytes of memory."""
     return list(iter_events(run_dir))
-
-
-def newest_event(run_dir: Path) -> Event | None:
-    """Return the last event of a run, None if there is none; only the end of the log is read.
-
-    Raises: OSError.
-    """
-    path = run_dir / METRICS
-    size, length = path.stat().st_size if path.exists() else 0, _TAIL
-    while size:
-        begin = max(0, size - length)
-        with open(path, "rb", opener=regular) as file:
-            file.seek(begin)
-            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 :]
-        newest = next(_parsed(reversed(lines)), None)
-        if newest is not None or begin == 0:
-            return newest
-        length *= 2
-    return None
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield parse_line(line)
 
 
 def open_log(run_dir: Path) -> Log:

@@ -149,7 +149,7 @@ class Evaluator:
                     tokenizer,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),
-                    interrupted=self.control.is_asked_to_stop,
+                    interrupted=lambda: self.control.signals.level > 0,
                 )
         except DataError as error:  # training needs neither a vocabulary nor ids for the prompt
             self.logger.warn(f"no text sample: {error}", state.step)

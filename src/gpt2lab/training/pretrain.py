@@ -267,8 +267,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
     def open_and_check() -> None:
         opened.append(RunFolder(start.run_dir))
-        newest = history.newest_event(start.run_dir)
-        if newest is not None and newest["attempt"] >= start.attempt:
+        if history.open_log(start.run_dir).last_attempt >= start.attempt:
             opened.pop().close()
             raise InUseError(f"{start.run_dir}: another start used this run just now; start again")
 
