@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import time
@@ -23,7 +24,6 @@ from gpt2lab.model.counts import (
     check_shapes,
     count_adapters,
     count_parameters,
-    count_values,
     read_shapes,
 )
 
@@ -61,7 +61,7 @@ class CheckpointInfo:
         shapes = read_shapes(path)
         check_shapes(path, shapes, config.model, rows=config.model.vocab_size)
         wanted = count_parameters(config.model) + count_adapters(config.model, config.tuning)
-        if (found := count_values(shapes)) != wanted:
+        if (found := sum(map(math.prod, shapes.values()))) != wanted:
             raise CheckpointError(f"{path}: holds {found:,} values, its settings mean {wanted:,}")
         return config
 

@@ -424,12 +424,6 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
     return by_step
 
 
-def has_completed(run_dir: Path, step: int) -> bool:
-    """Tell whether a run was completed at this step, by status.json, the last file that a start writes."""
-    status = read_json(run_dir / "status.json") or {}
-    return status.get("state") == "completed" and status.get("step") == step
-
-
 def has_diverged(run_dir: Path) -> bool:
     """Tell whether a run ended because its loss or gradient was not finite."""
     status = read_json(run_dir / "status.json") or {}

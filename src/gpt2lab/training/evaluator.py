@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -11,7 +12,7 @@ from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
-from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.results import Results, file_of_step, write_results
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
@@ -125,9 +126,13 @@ class Evaluator:
 
     def keep(self, results: Results, step: int) -> None:
         """Have an evaluation kept unit by unit, for `gpt2lab compare`."""
-        problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
-        if problem:
-            self.logger.warn(problem, step)
+        if self.runtime.rank != 0:
+            return
+        path = file_of_step(self.run_dir, results.kind, step)
+        try:
+            write_results(path, dataclasses.replace(results, step=step))
+        except OSError as error:
+            self.logger.warn(f"{path}: not written ({error.strerror})", step)
 
     def sample(self, state: TrainState) -> bool:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""

@@ -306,7 +306,8 @@ def _fit_mini_batch(
 
     Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
     """
-    if request.fixes_mini_batch or config.model.dropout > 0:
+    is_typed = not request.typed.isdisjoint(("mini_batch_size", "total_batch_size"))
+    if (is_typed and not request.leaves_mini_batch) or config.model.dropout > 0:
         return config, ()
     T = config.model.context_length
     batch, note = fit_mini_batch(config.batch, context_length=T, world_size=world_size)
@@ -328,6 +329,8 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     room = disk_budget(run_dir, steps.plan.disk_bytes)
     notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
+    status = history.read_json(run_dir / "status.json") or {}  # the last file that a start writes
+    completed = status.get("step") if status.get("state") == "completed" else None
     attempt = log.last_attempt
     recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
     if checkpoint is not None:
@@ -354,7 +357,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         deadlines=find_deadlines(request.stop_at, os.environ, max_hours=config.length.max_hours),
         last_save_seconds=saves[-1] if saves else None,
         recorded=recorded,
-        has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
+        has_ended=checkpoint is not None and completed == checkpoint.step,
         initial=settings.initial,
         warnings=notes,
     )
