@@ -29,9 +29,8 @@ FOLLOWS = frozenset({"min_lr", "warmup_steps"})  # from the peak, and from the l
 class RunRequest:
     """One start of a run, as it was asked for."""
 
-    config: Config = field(
-        default_factory=Config
-    )  # of a fresh start: defaults < preset < file < typed
+    # Of a fresh start: defaults < preset < file < typed.
+    config: Config = field(default_factory=Config)
     chosen: frozenset[str] = frozenset()  # settings that a person chose, typed or in a file
     typed: frozenset[str] = frozenset()  # those of them that were given for this start alone
     recipe: RecipeName = "pretrain"
@@ -262,11 +261,9 @@ def reject_changes(
             f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
         )
     if fixed:
-        what = (
-            "with another architecture"
-            if fixed != ["init_from"]
-            else "from different initial weights"
-        )
+        what = "with another architecture"
+        if fixed == ["init_from"]:
+            what = "from different initial weights"
         raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
     if "optimizer" in changes and "max_lr" not in request.chosen:
         before, now = changes["optimizer"]

@@ -120,9 +120,8 @@ def summarize(results: Results) -> dict[str, float | int | None]:
 # Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
 # everywhere, hence the same sums.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_SHORTEST = (
-    0.85  # of a batch's longest row; for shorter rows padding would cost more than another batch
-)
+# Of a batch's longest row; for shorter rows padding would cost more than another batch.
+_SHORTEST = 0.85
 _MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths on which masked attention is fast
 
 

@@ -191,7 +191,6 @@ class Log:
         return io.BytesIO(log) if isinstance(log, bytes) else open(log, "rb", opener=regular)
 
     def _of_all(self, name: str) -> np.ndarray:
-        """Return a field of all steps."""
         return self._table[name].copy()
 
     @functools.cached_property
@@ -329,7 +328,6 @@ class Log:
                 yield self._step_at(row, file)
 
     def _step_at(self, row: int, file: IO[bytes]) -> Event:
-        """Read a step from the log itself."""
         with contextlib.suppress(ValueError, OSError):
             file.seek(int(self._table["place"][row]))
             event = parse_line(file.readline())

@@ -53,7 +53,6 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _losses(log: Log) -> list[tuple[str, str]]:
-    """Return (name, text) of the training and validation losses, first, last and best."""
     rows, first, last = [], log.first_step(), log.last_step()
     if first is not None and last is not None:
         before, now = (fmt.number(event.get("loss")) for event in (first, last))

@@ -356,10 +356,7 @@ def _run_to_end(components: Components, session: Session) -> tuple[str | None, i
 
 
 def _flush_end(logger: MetricsLogger, reason: str | None, step: int) -> None:
-    """Wait on rank 0 until all events of a complete run are on disk, because a power cut may spare its status.
-
-    Raises: SaveError if they are not.
-    """
+    """Wait on rank 0 until all events of a complete run are on disk, because a power cut may spare its status."""
     faultpoint("end.after_done", step)
     if reason is None and (problem := logger.flush()):
         raise SaveError(
@@ -400,7 +397,7 @@ def _open_clock(
         start.config,
         last_step=start.plan.max_steps,
         began=began,
-        expected_seconds=read_forecast(start.run_dir).most_seconds if folder else None,
+        expected_seconds=read_forecast(start.run_dir)[0] if folder else None,
     )
     if start.checkpoint is not None and folder:
         saved = saved_environment(start)

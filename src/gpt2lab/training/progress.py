@@ -182,24 +182,14 @@ def _error_of_mean(steps: Sequence[float]) -> float:
 # -- the clock of a running trainer ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a run's estimate.json predicts, in seconds; None where it says nothing."""
-
-    most_seconds: float | None  # upper bound of the full run
-    compile_seconds: float | None
-
-
-def read_forecast(run_dir: Path) -> Forecast:
-    """Return the forecast of a run's beginning."""
+def read_forecast(run_dir: Path) -> tuple[float | None, float | None]:
+    """Return the seconds that the full run may take at most, and those of compiling, as a run's estimate.json says."""
     document = history.read_json(run_dir / "estimate.json") or {}
     predicted, parts = document.get("estimate"), document.get("breakdown")
     high = predicted.get("high_hours") if isinstance(predicted, dict) else None
     compiling = parts.get("compile_s") if isinstance(parts, dict) else None
-    return Forecast(
-        3600 * high if isinstance(high, int | float) else None,
-        compiling if isinstance(compiling, int | float) else None,
-    )
+    most = 3600 * high if isinstance(high, int | float) else None
+    return most, compiling if isinstance(compiling, int | float) else None
 
 
 class RunClock:

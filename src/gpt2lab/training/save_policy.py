@@ -127,8 +127,6 @@ class SavePolicy:
 
         A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
         which the resume verifies before its first save.
-
-        Raises: DataError on all ranks, naming a damaged shard.
         """
         reader = self.loader.reader
         names: tuple[str, ...] = ()
