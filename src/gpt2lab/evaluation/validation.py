@@ -155,8 +155,8 @@ class Validation:
         every: np.ndarray | None = None
         if kept is not None:
             every = np.empty((count, T), kept.dtype)
-            for rank, rows in enumerate(self._runtime.gather(kept)):
-                every[rank::world] = rows
+            for rank, part in enumerate(self._runtime.gather(kept)):
+                every[rank::world] = part
         return self._summarize(of_parts, num_bytes.sum(), windows, every)
 
     def _summarize(

@@ -26,7 +26,8 @@ class AdamW(torch.optim.AdamW):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             tensors: list[list[torch.Tensor]] = [[], [], [], [], []]
-            self._init_group(group, *tensors[:4], [], tensors[4])  # type: ignore[no-untyped-call]
+            weights, gradients, means, squares, steps = tensors
+            self._init_group(group, weights, gradients, means, squares, [], steps)  # type: ignore[no-untyped-call]
             self.update(group, *tensors)
 
     def update(self, group: dict[str, Any], *tensors: list[torch.Tensor]) -> None:
