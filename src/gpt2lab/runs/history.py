@@ -301,11 +301,8 @@ class Log:
         found: dict[str, Event] = {} if taken is None else {"step": taken}
         for event in self.events:
             if event["event"] in ("begin", "resume", "rewind"):
-                found = (
-                    found
-                    if step <= event["step"]
-                    else {k: v for k, v in found.items() if k == "step"}
-                )
+                if step > event["step"]:
+                    found = {kind: kept for kind, kept in found.items() if kind == "step"}
             elif event["step"] == step:
                 found[event["event"]] = event
         return found

@@ -19,7 +19,6 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.recipe import plain_ids
-from gpt2lab.training.start import Start
 
 
 class Evaluator:
@@ -33,7 +32,10 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
-        self.val_tokens = _tokens_to_evaluate(components.start)
+        # As announced; of conversations only the answers count.
+        T = self.config.model.context_length
+        windows = sum(order.windows_per_epoch for order in components.start.val_orders)
+        self.val_tokens = T * min(windows, max(1, self.config.eval.val_tokens // T))
         self.validation = components.batches.validation(components.strategy)
         self.prompt_ids = components.batches.prompt_ids
         self.logger, self.control = session.logger, session.control
@@ -168,13 +170,6 @@ class Evaluator:
         self.logger.event("sample", state.step, text=text, seconds=seconds)
         self.logger.say(f"{self.place(state)} | sample:\n{fmt.quoted(text)}")
         return True
-
-
-def _tokens_to_evaluate(start: Start) -> int:
-    """Return the targets of a validation, as they are announced; of conversations only the answers count."""
-    T = start.config.model.context_length
-    windows = sum(order.windows_per_epoch for order in start.val_orders)
-    return T * min(windows, max(1, start.config.eval.val_tokens // T))
 
 
 def validation_line(result: ValidationLoss, seconds: float) -> str:

@@ -165,7 +165,10 @@ class Saver:
                 self._end_writer()
             if answer.error is not None and not isinstance(answer.error, OSError):
                 raise answer.error
-            if self._has_lost_folder():
+            try:
+                assert self.folder is not None
+                self.folder.check_lock()
+            except FolderLostError:  # the loop's next look ends all ranks for that
                 self._is_on_disk = False
                 return False
             if answer.is_last:
@@ -176,15 +179,6 @@ class Saver:
             if (failure := self._conclude(save, answer.error, ended=answer.at)) is not None:
                 self._warn_of_failure(failure, save.state.step)
             return self._is_on_disk
-
-    def _has_lost_folder(self) -> bool:
-        """Tell whether the run's folder is gone or another's: the loop's next look ends all ranks for that."""
-        try:
-            assert self.folder is not None
-            self.folder.check_lock()
-        except FolderLostError:
-            return True
-        return False
 
     def has(self, step: int) -> bool:
         """Tell without communication whether a step's checkpoint is on disk; one in flight is waited for."""
