@@ -20,12 +20,7 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
-from gpt2lab.model.counts import (
-    check_shapes,
-    count_adapters,
-    count_parameters,
-    read_shapes,
-)
+from gpt2lab.model.counts import check_shapes, count_adapters, count_parameters, read_shapes
 
 LABELS = "labels"
 WEIGHTS = "model.safetensors"

@@ -35,15 +35,7 @@ from gpt2lab.files import (
     or_null,
     regular,
 )
-from gpt2lab.runs.events import (
-    COLUMNS,
-    LIMIT,
-    METRICS,
-    Event,
-    as_step,
-    decode_step,
-    parse_line,
-)
+from gpt2lab.runs.events import COLUMNS, LIMIT, METRICS, Event, as_step, decode_step, parse_line
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record

@@ -23,13 +23,7 @@ from gpt2lab.checkpoint.manifest import Draft, folder_name
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.request import LOWER_RATE
-from gpt2lab.errors import (
-    CheckpointError,
-    FolderLostError,
-    GPT2LabError,
-    NonFiniteError,
-    SaveError,
-)
+from gpt2lab.errors import CheckpointError, FolderLostError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.model import rng
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.components import Components, Session
