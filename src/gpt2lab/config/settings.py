@@ -292,10 +292,7 @@ def find_problems(config: Config) -> list[str]:
             histograms > 0 and parallel == "fsdp",
             f"histogram_freq {histograms} needs full tensors, and with --parallel fsdp no rank has them",
         ),
-        (
-            len(lengths) > 1,
-            both_set_length(lengths),
-        ),
+        (len(lengths) > 1, both_set_length(lengths)),
         (
             parallel == "fsdp" and flat["reduce"] == "exact",
             "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",

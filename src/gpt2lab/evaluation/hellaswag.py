@@ -69,11 +69,7 @@ class HellaSwag:
                     return None
                 mine = self._batches[first : first + world][self._runtime.rank :][:1]
                 for batch in mine:  # one, or none in the last round
-                    with (
-                        torch.inference_mode(),
-                        self._strategy.autocast(),
-                        for_changing_shapes(),
-                    ):
+                    with torch.inference_mode(), self._strategy.autocast(), for_changing_shapes():
                         slots, scores = score(model, batch)
                     sums[slots] = scores
         sums = np.sum(self._runtime.gather(sums), axis=0)  # one rank has each, the others have 0

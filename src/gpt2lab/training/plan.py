@@ -97,9 +97,6 @@ def describe_plan(plan: Plan, config: Config) -> str:
             "learning rate",
             f"{describe_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",
         ),
-        (
-            "checkpoints",
-            f"{plan.describe_disk()} (interrupted starts may add emergency ones)",
-        ),
+        ("checkpoints", f"{plan.describe_disk()} (interrupted starts may add emergency ones)"),
     ]
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

@@ -122,9 +122,7 @@ class StepPipeline:
             spiked = self.record(step)
         report_health(self.state, step.stats, step.batch, self.logger, spiked=spiked)
         self._stragglers.note(
-            step.number,
-            work_seconds=step.stats.work_seconds,
-            wait_seconds=step.batch.wait_seconds,
+            step.number, work_seconds=step.stats.work_seconds, wait_seconds=step.batch.wait_seconds
         )
         self.saver.poll()
         return True
