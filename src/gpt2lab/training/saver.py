@@ -83,11 +83,14 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
     ) -> None:
         """End the writer process: after its work, or after an error as far as possible."""
-        if error is None:
-            self.close(give_up=False)
-            return
-        with suppress(Exception):  # the first error is the one to report
-            self.close(give_up=isinstance(error, FolderLostError))
+        with suppress(*() if error is None else (Exception,)):  # the first one is to be reported
+            try:
+                if not isinstance(error, FolderLostError):  # then a save in flight is given up
+                    self.settle()
+            finally:
+                with self._lock:
+                    self._in_flight = None
+                    self._free_buffer()
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
@@ -180,22 +183,6 @@ class Saver:
             self.settle()
         return (self.run_dir / folder_name(step)).exists()
 
-    def close(self, *, give_up: bool) -> None:
-        """End the writer process; `give_up` a save in flight, else wait for it.
-
-        Raises: OSError, GPT2LabError.
-        """
-        try:
-            if not give_up:
-                self.settle()
-        finally:
-            with self._lock:
-                self._in_flight = None
-                self._end_writer()
-                if self._buffer is not None:
-                    self._buffer.close()
-                    self._buffer = None
-
     def _end_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -207,8 +194,11 @@ class Saver:
         if self.is_async and keep:
             needed = store.staging_bytes(self.model, self.optimizers)
             try:
+                # A second time only if the optimizer had no state yet at the first save.
                 if self._buffer is None or self._buffer.shared.num_bytes < needed:
-                    self._replace_buffer(needed)
+                    self._free_buffer()
+                    on_gpu = self.runtime.device.type == "cuda"
+                    self._buffer = store.StagingBuffer(needed, pin=on_gpu)
                     size = fmt.num_bytes(needed)
                     self.logger.say(f"step {step} | {size} of memory for asynchronous checkpoints")
             except (OSError, AttributeError) as error:  # no such memory; no Linux
@@ -216,13 +206,11 @@ class Saver:
                 self.logger.warn(f"no asynchronous checkpoints, training waits: {error}", step)
         return store.collect(self.model, self.optimizers, keep=keep, into=self._buffer)
 
-    def _replace_buffer(self, num_bytes: int) -> None:
-        """Make the buffer, once; a second time only if the optimizer had no state yet at the first save."""
+    def _free_buffer(self) -> None:
         self._end_writer()
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-        self._buffer = store.StagingBuffer(num_bytes, pin=self.runtime.device.type == "cuda")
 
     def _leave(self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]) -> bool:
         """Leave a save to the writer process, started at the first save; return False if that has failed."""
