@@ -53,7 +53,7 @@ def compare_with_tutorial(
     config = preset(model_name).model
     model = build_model(config, seed=1, device=runtime.device).eval()
     questions = load_questions(path, GPT2).subset(items)
-    sequences = {style: questions.sequences(style) for style in STYLES}
+    sequences = questions.sequences
     T = config.context_length
 
     def batches(style: Style) -> list[Any]:

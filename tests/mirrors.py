@@ -36,18 +36,16 @@ def commit(
     created: float | None = None,
 ) -> Path:
     """Commit a checkpoint of random bytes, some of them above one block of a copy."""
-    with manifest.staged(run_dir, step) as staging:
-        staging.add("model.safetensors", os.urandom(5 * 2**20 if step == 1 else 1000))
-        staging.add("state.json", b"{}")
-        staging.seal(
-            {
-                **FACTS,
-                "step": step,
-                "kind": kind,
-                "created": float(step) if created is None else created,
-                "attempt": attempt,
-            }
-        )
+    weights = os.urandom(5 * 2**20 if step == 1 else 1000)
+    facts = {
+        **FACTS,
+        "step": step,
+        "kind": kind,
+        "created": float(step) if created is None else created,
+        "attempt": attempt,
+    }
+    files = {"model.safetensors": [weights], "state.json": [b"{}"]}
+    manifest.commit(run_dir, manifest.Draft(step, files, facts))
     with open(run_dir / "metrics.jsonl", "a") as log:
         log.write(json.dumps({"event": "checkpoint", "step": step}) + "\n")
     return run_dir / manifest.folder_name(step)

@@ -437,7 +437,6 @@ TEXT: Rule = (_is_text, "text")
 STRING: Rule = (lambda value: isinstance(value, str), "text")
 COUNT: Rule = (is_count, "a whole number")
 SIZE: Rule = (lambda value: is_count(value) and value > 0, "a whole number above 0")
-FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
 NUMBER: Rule = (is_number, "a number")
 HASH: Rule = (
     lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import time
@@ -19,13 +20,7 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
-from gpt2lab.model.counts import (
-    check_shapes,
-    count_adapters,
-    count_parameters,
-    count_values,
-    read_shapes,
-)
+from gpt2lab.model.counts import check_shapes, count_adapters, count_parameters, read_shapes
 
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
@@ -61,7 +56,7 @@ class CheckpointInfo:
         shapes = read_shapes(path)
         check_shapes(path, shapes, config.model, rows=config.model.vocab_size)
         wanted = count_parameters(config.model) + count_adapters(config.model, config.tuning)
-        if (found := count_values(shapes)) != wanted:
+        if (found := sum(map(math.prod, shapes.values()))) != wanted:
             raise CheckpointError(f"{path}: holds {found:,} values, its settings mean {wanted:,}")
         return config
 

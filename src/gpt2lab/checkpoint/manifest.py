@@ -11,8 +11,6 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,50 +79,24 @@ class Draft:
 
 
 def commit(run_dir: Path, draft: Draft) -> None:
-    """Write a checkpoint and commit it: the one way to do so, in the trainer and in its writer process.
+    """Write a checkpoint and commit it by one rename: the one way to do so, in the trainer and in its writer process.
 
     Raises: OSError; nothing then has changed on disk, unless the folder of the step is there: then only the flush of
     its name failed.
     """
-    with staged(run_dir, draft.step) as staging:
-        for name, parts in draft.files.items():
-            staging.add(name, *parts)
-        staging.seal(draft.facts)
-
-
-class Staging:
-    """A checkpoint before its commit, in a folder without a checkpoint's name."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self.folder, self.step = folder, step
-        self.files: dict[str, dict[str, Any]] = {}
-
-    def add(self, name: str, *parts: bytes | memoryview) -> None:
-        """Write one file of these parts durably and note its size and hash."""
-        faultpoint(f"checkpoint.{name}", self.step)
-        size = sum(memoryview(part).nbytes for part in parts)
-        self.files[name] = {"bytes": size, "sha256": write_durably(self.folder / name, *parts)}
-
-    def seal(self, facts: dict[str, Any]) -> None:
-        """Write the manifest, last of all files."""
-        faultpoint(f"checkpoint.{MANIFEST}", self.step)
-        manifest = {"format": FORMAT, **facts, "files": self.files}
-        manifest["manifest_sha256"] = _hash_of(manifest)
-        text = json.dumps(manifest, indent=1, allow_nan=False)
-        write_durably(self.folder / MANIFEST, text.encode())
-
-
-@contextmanager
-def staged(run_dir: Path, step: int) -> Iterator[Staging]:
-    """Stage a checkpoint and commit it by one rename when the block ends without an error.
-
-    Raises: OSError if it cannot be written; the staging folder is then removed and nothing has changed.
-    """
+    step, files = draft.step, {}
     folder = run_dir / f".tmp-{step:08d}-{uuid.uuid4().hex[:8]}"
     folder.mkdir(parents=True)
     try:
-        staging = Staging(folder, step)
-        yield staging
+        for name, parts in draft.files.items():
+            faultpoint(f"checkpoint.{name}", step)
+            size = sum(memoryview(part).nbytes for part in parts)
+            files[name] = {"bytes": size, "sha256": write_durably(folder / name, *parts)}
+        faultpoint(f"checkpoint.{MANIFEST}", step)
+        manifest = {"format": FORMAT, **draft.facts, "files": files}
+        manifest["manifest_sha256"] = _hash_of(manifest)
+        text = json.dumps(manifest, indent=1, allow_nan=False)
+        write_durably(folder / MANIFEST, text.encode())
         sync_folder(folder)
         faultpoint("checkpoint.before_rename", step)
         os.rename(folder, run_dir / folder_name(step))  # the commit; fails if the step is there

@@ -99,13 +99,9 @@ class TrainState:
             state = dataclasses.replace(state, best_val_loss=val_loss, best_step=self.step)
         return state
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_file(file: JsonFile, values: dict[str, Any]) -> TrainState:
-        """Build the state from `to_dict`'s values in a file; one that an earlier version did not write has its default.
+        """Build the state from its values in a file; one that an earlier version did not write has its default.
 
         Raises: the file's error if a value is invalid, or if this version does not know its name.
         """
@@ -271,7 +267,7 @@ def draft(
 
     `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
     """
-    content_of_state = {"state": state.to_dict(), "rng": rng_states}
+    content_of_state = {"state": dataclasses.asdict(state), "rng": rng_states}
     return manifests.Draft(
         step=state.step,
         files={
@@ -341,17 +337,6 @@ def _optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> Tensors:
         for name, parameter in parameters_of(optimizer, model)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
-    """Return the tensor bytes of a checkpoint: parameters in fp32 and the optimizers' state, as it is now."""
-    moments = [
-        value.numel() * value.element_size()
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-    ]
-    return 4 * sum(parameter.numel() for parameter in model.parameters()) + sum(moments)
 
 
 def load(

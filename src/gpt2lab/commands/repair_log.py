@@ -34,7 +34,6 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(Repair, argv, name="gpt2lab runs repair-log")
     from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder
-    from gpt2lab.runs.log_cache import CACHE
     from gpt2lab.runs.target import find_run
 
     run_dir = find_run(flags.run, flags.checkpoint_dir)
@@ -42,8 +41,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
         removed, original = remove_damaged_lines(run_dir / METRICS)
-        with contextlib.suppress(OSError):
-            os.unlink(run_dir / CACHE)
     shown = paths.display_path(run_dir / METRICS)
     for number, what in removed[:_SHOWN]:
         print(f"{shown} line {number:,}: {what}; removed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,9 +71,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.runs.console import never_wait_for_stderr
 
     never_wait_for_stderr()
-    from gpt2lab.training.progress import process_began
-
-    run(request, recipe, planner=planner, began=process_began())
+    run(request, recipe, planner=planner, began=_process_began())
     return 0
 
 
@@ -114,6 +113,16 @@ def run(
     return None if start is None else start.run_dir
 
 
+def _process_began() -> float:
+    """Return the reading of the monotonic clock at which this process started; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.monotonic() - age
+
+
 def planner_of(actions: Actions) -> TrainingPlanner:
     """Return the planner that decides what a command line leaves open."""
     from gpt2lab.planner.extension import TrainingPlanner
@@ -138,7 +147,7 @@ def finetune(argv: list[str]) -> int:
 
 def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: bool) -> int:
     """List the checkpoints of all runs in a folder, or of one; return 1 if `verify` found a damaged one."""
-    from gpt2lab.runs.summary import print_checkpoints
+    from gpt2lab.commands.checkpoints import print_checkpoints
     from gpt2lab.runs.target import find_run
 
     if name is not None:

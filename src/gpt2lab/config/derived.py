@@ -109,9 +109,8 @@ def fit_mini_batch(
 
     Tokens per step are unchanged. A batch that the ranks cannot share is returned as it is: `plan_batches` rejects it.
     """
-    share, rest = divmod(
-        batch.total_batch_size, context_length * world_size
-    )  # sequences of one rank
+    # Sequences of one rank.
+    share, rest = divmod(batch.total_batch_size, context_length * world_size)
     if rest or not share or share % batch.mini_batch_size == 0:
         return batch, None
     fitting = mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
@@ -133,10 +132,8 @@ def count_steps(
     if length.max_steps is not None:
         return length.max_steps
     if length.max_tokens is not None:
-        steps, given = (
-            length.max_tokens // batch.total_batch_size,
-            f"max_tokens {length.max_tokens}",
-        )
+        steps = length.max_tokens // batch.total_batch_size
+        given = f"max_tokens {length.max_tokens}"
     else:
         epochs = 1.0 if length.num_epochs is None else length.num_epochs
         steps = math.floor(epochs * windows_per_epoch / samples)

@@ -29,9 +29,8 @@ FOLLOWS = frozenset({"min_lr", "warmup_steps"})  # from the peak, and from the l
 class RunRequest:
     """One start of a run, as it was asked for."""
 
-    config: Config = field(
-        default_factory=Config
-    )  # of a fresh start: defaults < preset < file < typed
+    # Of a fresh start: defaults < preset < file < typed.
+    config: Config = field(default_factory=Config)
     chosen: frozenset[str] = frozenset()  # settings that a person chose, typed or in a file
     typed: frozenset[str] = frozenset()  # those of them that were given for this start alone
     recipe: RecipeName = "pretrain"
@@ -46,12 +45,6 @@ class RunRequest:
     def leaves_mini_batch(self) -> bool:
         """Tell whether the planner chooses the mini batch."""
         return "mini_batch_size" in self.open_settings
-
-    @property
-    def fixes_mini_batch(self) -> bool:
-        """Tell whether the mini batch, or the batch that it divides, was typed for this start."""
-        is_typed = bool({"mini_batch_size", "total_batch_size"} & self.typed)
-        return is_typed and not self.leaves_mini_batch
 
     def over(self, saved: Config) -> Config:
         """Return saved settings with the chosen ones on top; another preset counts as choosing each of its settings."""
@@ -268,11 +261,9 @@ def reject_changes(
             f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
         )
     if fixed:
-        what = (
-            "with another architecture"
-            if fixed != ["init_from"]
-            else "from different initial weights"
-        )
+        what = "with another architecture"
+        if fixed == ["init_from"]:
+            what = "from different initial weights"
         raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
     if "optimizer" in changes and "max_lr" not in request.chosen:
         before, now = changes["optimizer"]

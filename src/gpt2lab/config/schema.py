@@ -221,8 +221,7 @@ class OptimConfig:
         "cosine", "decay after warm-up; trapezoid: wsd that reaches min_lr one step after the last"
     )
     wsd_decay: float = guarded(
-        0.2,
-        "wsd and trapezoid: fraction of the run, at its end, in which the rate decays linearly",
+        0.2, "wsd and trapezoid: fraction of the run, at its end, in which the rate decays linearly"
     )
     weight_decay: float = guarded(
         0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0
@@ -389,8 +388,7 @@ class SystemConfig:
         "CUDA only: attention kernel that a training step must use; auto = torch's choice, shown at the start",
     )
     parallel: Parallel = free(
-        "ddp",
-        "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded",
+        "ddp", "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded"
     )
     activation_checkpointing: ActivationCheckpointing = free(
         "none",

@@ -126,10 +126,6 @@ def override(config: Config, values: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **sections)
 
 
-def _is_folder_name(name: str) -> bool:
-    return is_file_name(name) and name[0] not in ".-"
-
-
 def wrong_types(values: dict[str, Any]) -> dict[str, str]:
     """Return {setting: problem} of the values of a file that have another type than their setting."""
     return {
@@ -296,16 +292,13 @@ def find_problems(config: Config) -> list[str]:
             histograms > 0 and parallel == "fsdp",
             f"histogram_freq {histograms} needs full tensors, and with --parallel fsdp no rank has them",
         ),
-        (
-            len(lengths) > 1,
-            both_set_length(lengths),
-        ),
+        (len(lengths) > 1, both_set_length(lengths)),
         (
             parallel == "fsdp" and flat["reduce"] == "exact",
             "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
         ),
         (
-            run_name is not None and not _is_folder_name(run_name),
+            run_name is not None and (not is_file_name(run_name) or run_name[0] in ".-"),
             f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
             "with . or -; put the folder above it in --checkpoint_dir",
         ),

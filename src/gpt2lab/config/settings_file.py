@@ -108,10 +108,6 @@ def _read_text(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
-    """Read by the file's name.
-
-    Raises: ConfigError.
-    """
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(
             f"--config {path}: give a .toml or .json file, such as a run's config.json"
@@ -137,7 +133,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_line(name: str, text: str, what: str) -> str:
-    """Write a problem with the line of the setting."""
     pattern = rf'^[ \t{{,\[]*["\']?{re.escape(name)}["\']?[ \t]*[=:\]]'
     found = re.search(pattern, text, flags=re.M)
     line = 1 + text.count("\n", 0, found.start()) if found else None

@@ -254,7 +254,6 @@ def use_fast_fp32_matmul() -> bool:
 
 
 def _use_deterministic_kernels() -> None:
-    """Make torch choose kernels whose sums do not depend on the order of threads."""
     # As use_deterministic_algorithms(True), which also imports Inductor: seconds that an uncompiled run need not wait.
     torch.set_deterministic_debug_mode("error")
     # No code here reads uninitialized memory, and filling it costs time.

@@ -132,7 +132,6 @@ class Strategy:
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        """All ranks in one dimension."""
         return init_device_mesh(self.device.type, (self._runtime.world_size,))
 
     def prepare(

@@ -55,10 +55,7 @@ def shard_optimizer_state(
 
 
 def _sharded(
-    optimizer: torch.optim.Optimizer,
-    names: dict[int, str],
-    mesh: DeviceMesh,
-    gradients_stay: bool,
+    optimizer: torch.optim.Optimizer, names: dict[int, str], mesh: DeviceMesh, gradients_stay: bool
 ) -> torch.optim.Optimizer:
     assert not optimizer.state, "its state would be lost"
     groups, pairs_of_groups = [], []
@@ -82,10 +79,7 @@ def _sharded(
 
 
 def _sharded_muon(
-    groups: list[dict[str, Any]],
-    pairs_of_groups: list[Pairs],
-    mesh: DeviceMesh,
-    even_rows: bool,
+    groups: list[dict[str, Any]], pairs_of_groups: list[Pairs], mesh: DeviceMesh, even_rows: bool
 ) -> ShardedMuon:
     pairs = [pair for each in pairs_of_groups for pair in each]
     full = {own: parameter for parameter, own in pairs}

@@ -44,7 +44,7 @@ class HellaSwag:
         self.num_items = len(questions)
         self._questions, self._strategy, self._runtime = questions, strategy, runtime
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
-        sequences = (item for style in self._styles for item in questions.sequences(style))
+        sequences = (item for style in self._styles for item in questions.sequences[style])
         rows = make_rows(sequences, context_length=context_length)
         budget = batch_tokens or BATCH_TOKENS[runtime.device.type]
         self._batches = cut_batches(rows, batch_tokens=budget)
@@ -69,11 +69,7 @@ class HellaSwag:
                     return None
                 mine = self._batches[first : first + world][self._runtime.rank :][:1]
                 for batch in mine:  # one, or none in the last round
-                    with (
-                        torch.inference_mode(),
-                        self._strategy.autocast(),
-                        for_changing_shapes(),
-                    ):
+                    with torch.inference_mode(), self._strategy.autocast(), for_changing_shapes():
                         slots, scores = score(model, batch)
                     sums[slots] = scores
         sums = np.sum(self._runtime.gather(sums), axis=0)  # one rank has each, the others have 0
@@ -92,7 +88,7 @@ def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
             scores["acc"] = sums["harness"]
             scores["acc_norm"] = sums["harness"] / questions.ending_chars
         if "tutorial" in sums:
-            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths["tutorial"][:, 1:]
+            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths("tutorial")[:, 1:]
     return Results(
         kind="hellaswag",
         units={"n": len(questions), "items": questions.fingerprint},
@@ -120,9 +116,8 @@ def summarize(results: Results) -> dict[str, float | int | None]:
 # Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
 # everywhere, hence the same sums.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_SHORTEST = (
-    0.85  # of a batch's longest row; for shorter rows padding would cost more than another batch
-)
+# Of a batch's longest row; for shorter rows padding would cost more than another batch.
+_SHORTEST = 0.85
 _MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths on which masked attention is fast
 
 

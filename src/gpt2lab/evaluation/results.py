@@ -15,7 +15,7 @@ import itertools
 import json
 import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,16 +95,6 @@ def write_results(path: Path, results: Results) -> None:
     np.savez_compressed(content, head=np.array(json.dumps(head)), **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(path, content.getvalue())
-
-
-def keep_results(run_dir: Path, results: Results, step: int) -> str | None:
-    """Write what was found after `step` into the run's folder; return the problem instead of raising it."""
-    path = file_of_step(run_dir, results.kind, step)
-    try:
-        write_results(path, replace(results, step=step))
-    except OSError as error:
-        return f"{path}: not written ({error.strerror})"
-    return None
 
 
 def read_results(path: Path) -> Results:

@@ -53,7 +53,6 @@ def estimate_mean(
 def _of_strata(
     values: np.ndarray, w: np.ndarray, strata: Sequence[slice]
 ) -> tuple[float | None, float]:
-    """Return standard error and degrees of freedom of a weighted mean over strata."""
     variances, degrees = [], []
     for units in strata:
         found = estimate_mean(values[units], w[units])

@@ -152,8 +152,12 @@ class Validation:
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
         of_parts = np.sum(self._runtime.gather(of_parts), axis=0)
         windows = hash_checksums(checksums)
-        losses_of_windows = None if kept is None else self._gather_windows(kept)
-        return self._summarize(of_parts, num_bytes.sum(), windows, losses_of_windows)
+        every: np.ndarray | None = None
+        if kept is not None:
+            every = np.empty((count, T), kept.dtype)
+            for rank, part in enumerate(self._runtime.gather(kept)):
+                every[rank::world] = part
+        return self._summarize(of_parts, num_bytes.sum(), windows, every)
 
     def _summarize(
         self, of_parts: np.ndarray, text_bytes: float, windows: str, kept: np.ndarray | None
@@ -178,13 +182,6 @@ class Validation:
             ),
             token_losses=kept,
         )
-
-    def _gather_windows(self, mine: np.ndarray) -> np.ndarray:
-        """Return the rows of all ranks, (N, T), in the order of the windows, from those of this rank."""
-        every = np.empty((len(self.samples), *mine.shape[1:]), mine.dtype)
-        for rank, rows in enumerate(self._runtime.gather(mine)):
-            every[rank :: self._runtime.world_size] = rows
-        return every
 
     def _measure_windows(
         self, rows: np.ndarray, model: GPT, of_parts: np.ndarray

@@ -25,7 +25,7 @@ from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.summary import describe_mirror
+from gpt2lab.runs.overview import describe_mirror
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 

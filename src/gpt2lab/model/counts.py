@@ -5,7 +5,6 @@ The dry run, the planner, the MFU column and the trainer call these same functio
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +175,3 @@ def check_shapes(path: Path, shapes: Shapes, model: ModelConfig, *, rows: int) -
     for name, shape in wanted.items():
         if (found := shapes.get(name)) != shape:
             raise CheckpointError(f"{path}: {name} is {found}, its settings mean {shape}")
-
-
-def count_values(shapes: Shapes) -> int:
-    """Count the values of all tensors."""
-    return sum(math.prod(shape) for shape in shapes.values())

@@ -39,11 +39,8 @@ def load_hf(folder: Path) -> GPT:
 
     Raises: CheckpointError naming the file and what it is instead.
     """
-    config, tensors, (path, *_) = (
-        read_hf_config(folder),
-        _read_weights(folder),
-        weight_files(folder),
-    )
+    config, tensors = read_hf_config(folder), _read_weights(folder)
+    path = weight_files(folder)[0]
     if config.head == "tied":
         head = tensors.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, tensors.get("wte.weight", head.new_empty(0))):

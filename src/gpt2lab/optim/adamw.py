@@ -25,24 +25,17 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            weights: list[torch.Tensor] = []
-            gradients: list[torch.Tensor] = []
-            means: list[torch.Tensor] = []
-            squares: list[torch.Tensor] = []
-            steps: list[torch.Tensor] = []
+            tensors: list[list[torch.Tensor]] = [[], [], [], [], []]
+            weights, gradients, means, squares, steps = tensors
             self._init_group(group, weights, gradients, means, squares, [], steps)  # type: ignore[no-untyped-call]
-            self.update(group, weights, gradients, means, squares, steps)
+            self.update(group, *tensors)
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        means: list[torch.Tensor],
-        squares: list[torch.Tensor],
-        steps: list[torch.Tensor],
-    ) -> None:
-        """Update weights and moments in place with the settings of their group; `steps` are () counts."""
+    def update(self, group: dict[str, Any], *tensors: list[torch.Tensor]) -> None:
+        """Update weights and moments in place with the settings of their group.
+
+        `tensors`: weights, gradients, means, mean squares, and counts of steps, each ().
+        """
+        weights, gradients, means, squares, steps = tensors
         beta1, beta2 = group["betas"]
         adamw(
             weights,

@@ -122,7 +122,11 @@ class Muon(torch.optim.Optimizer):
 
         The averages begin at 0 and need no correction: a factor of all rows changes nothing.
         """
-        squares = self._all_rows(parameters, [_squares_of_rows(update) for update in updates])
+        norms = [
+            torch.linalg.vector_norm(update, dim=1, dtype=torch.float32).square()
+            for update in updates
+        ]
+        squares = self._all_rows(parameters, norms)
         held = []
         for parameter in parameters:
             if "row_squares" not in self.state[parameter]:
@@ -160,8 +164,3 @@ class Muon(torch.optim.Optimizer):
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of a weight or its momentum: all of it."""
         return tensor
-
-
-def _squares_of_rows(update: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each row of (rows, columns), (rows,) float32."""
-    return torch.linalg.vector_norm(update, dim=1, dtype=torch.float32).square()

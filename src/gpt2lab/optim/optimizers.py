@@ -12,10 +12,8 @@ from gpt2lab.optim.adamw import AdamW, skip_tracer
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import muon_scale
 
-SHAPED_STATE = (
-    "exp_avg",
-    "momentum_buffer",
-)  # of each optimizer: state that has its parameter's shape
+# Of each optimizer: state that has its parameter's shape.
+SHAPED_STATE = ("exp_avg", "momentum_buffer")
 # The matrices of a block, by the number stacked in one parameter: c_attn holds queries, keys and values.
 _PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
 

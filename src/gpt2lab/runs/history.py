@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
+import operator
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,16 +35,21 @@ from gpt2lab.files import (
     or_null,
     regular,
 )
-from gpt2lab.runs.events import LIMIT, METRICS, Event, parse_line
-from gpt2lab.runs.log_cache import Blocks, open_lines
+from gpt2lab.runs.events import COLUMNS, LIMIT, METRICS, Event, as_step, decode_step, parse_line
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
 WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
-_TAIL = 1 << 20  # bytes
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
+
+# A step in memory: where its line begins in the log, and its numbers.
+_ROW = np.dtype(
+    [("place", "<u8"), ("attempt", "<u4"), ("step", "<u4"), *((name, "<f8") for name in COLUMNS)]
+)
+_pack = struct.Struct(f"<QII{len(COLUMNS)}d").pack
+_values_of = operator.attrgetter("attempt", "step", *COLUMNS)
 
 
 def _numbers(*names: str) -> Rule:
@@ -78,37 +86,14 @@ def iter_events(run_dir: Path) -> Iterator[Event]:
     if not path.exists():
         return
     with open(path, "rb", opener=regular) as file:
-        yield from _parsed(file)
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield parse_line(line)
 
 
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a short run, see `iter_events`; those of a long run need gigabytes of memory."""
     return list(iter_events(run_dir))
-
-
-def newest_event(run_dir: Path) -> Event | None:
-    """Return the last event of a run, None if there is none; only the end of the log is read.
-
-    Raises: OSError.
-    """
-    path = run_dir / METRICS
-    size, length = path.stat().st_size if path.exists() else 0, _TAIL
-    while size:
-        begin = max(0, size - length)
-        with open(path, "rb", opener=regular) as file:
-            file.seek(begin)
-            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 :]
-        newest = next(_parsed(reversed(lines)), None)
-        if newest is not None or begin == 0:
-            return newest
-        length *= 2
-    return None
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield parse_line(line)
 
 
 def open_log(run_dir: Path) -> Log:
@@ -148,7 +133,7 @@ class Log:
     """The events of a run: its steps as columns of numbers, all others as they were logged.
 
     Current are the steps that led to the newest weights: a start from step N (0 for a fresh one), or a rewind to it,
-    drops earlier events after step N. Columns are read when they are asked for: of a million steps, 8 MB each.
+    drops earlier events after step N. A million steps take 100 MB; as dictionaries they would take 3.5 GB.
     """
 
     def __init__(self, log: Path | bytes) -> None:
@@ -161,9 +146,8 @@ class Log:
         self._rows: list[int] = []  # of each, the steps logged before it
         self._damaged: list[str] = []  # the first lines that are, and what is wrong with them
         self._num_damaged = 0
-        self._blocks = Blocks(log)
-        self._read_others()
-        self._attempts, self._steps = self._blocks.column("attempt"), self._blocks.column("step")
+        self._table = np.frombuffer(self._read(), _ROW)
+        self._attempts, self._steps = self._of_all("attempt"), self._of_all("step")
         self.numbers, self._current = self._follow(self._steps)
 
     @classmethod
@@ -171,21 +155,35 @@ class Log:
         """Return the log of these events."""
         return cls("".join(json.dumps(event) + "\n" for event in events).encode())
 
-    def _read_others(self) -> None:
-        """Keep the events other than steps, and name damaged lines."""
-        row, first = 0, 1
-        for block in self._blocks.blocks:
-            for count, (number, line) in enumerate(block.others):
+    def _read(self) -> bytearray:
+        """Return the rows of all steps; keep the other events, and name damaged lines."""
+        rows, place = bytearray(), 0
+        with self._open() as file:
+            for number, line in enumerate(file, start=1):
+                text = line.removesuffix(b"\n")
+                step = decode_step(text)
                 try:
-                    self.events.append(parse_line(line))
-                    self._rows.append(row + number - count)
+                    if step is None and (event := parse_line(text))["event"] == "step":
+                        step = as_step(event)
+                    elif step is None:
+                        self.events.append(event)
+                        self._rows.append(len(rows) // _ROW.itemsize)
                 except ValueError as error:
-                    self._num_damaged += 1
-                    if len(self._damaged) < _NAMED_LINES:
-                        self._damaged.append(f"line {first + number:,}: {error}")
-            row += block.rows
-            first += block.rows + len(block.others)
-            block.others = []
+                    if text != line:  # else the last one is torn, or being written
+                        self._num_damaged += 1
+                        if len(self._damaged) < _NAMED_LINES:
+                            self._damaged.append(f"line {number:,}: {error}")
+                if step is not None:
+                    rows += _pack(place, *_values_of(step))
+                place += len(line)
+        return rows
+
+    def _open(self) -> IO[bytes]:
+        log = self._log
+        return io.BytesIO(log) if isinstance(log, bytes) else open(log, "rb", opener=regular)
+
+    def _of_all(self, name: str) -> np.ndarray:
+        return self._table[name].copy()
 
     @functools.cached_property
     def problem(self) -> str | None:
@@ -243,12 +241,12 @@ class Log:
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""
-        values = self._blocks.column(name)
+        values = self._of_all(name)
         return values if len(self._current) == len(values) else values[self._current]
 
     def last_start(self, name: str) -> np.ndarray:
         """Return a field of all steps of the last start, in order."""
-        return self._blocks.column(name)[self._attempts == self.last_attempt]
+        return self._of_all(name)[self._attempts == self.last_attempt]
 
     def typical_rate(self) -> tuple[float | None, str]:
         """Return the median tokens/s of the last start's steps without its first two, and what it is of.
@@ -268,7 +266,7 @@ class Log:
 
     def peak_memory(self) -> int | None:
         """Return the peak memory of all steps that were ever logged, in bytes; None before the first."""
-        known = self._blocks.column("peak_memory_bytes")
+        known = self._of_all("peak_memory_bytes")
         known = known[~np.isnan(known)]
         return int(known.max()) if len(known) else None
 
@@ -286,10 +284,8 @@ class Log:
         place = int(np.searchsorted(self.numbers, number))
         if place == len(self.numbers) or self.numbers[place] != number:
             return None
-        row = int(self._current[place])
-        self._blocks.check(row)  # a resume relies on what is read here
-        with open_lines(self._log) as file:
-            return self._step_at(row, self._blocks.column("place"), file)
+        with self._open() as file:
+            return self._step_at(int(self._current[place]), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
         """Return {kind: event} of the current events at exactly this step."""
@@ -297,11 +293,8 @@ class Log:
         found: dict[str, Event] = {} if taken is None else {"step": taken}
         for event in self.events:
             if event["event"] in ("begin", "resume", "rewind"):
-                found = (
-                    found
-                    if step <= event["step"]
-                    else {k: v for k, v in found.items() if k == "step"}
-                )
+                if step > event["step"]:
+                    found = {kind: kept for kind, kept in found.items() if kind == "step"}
             elif event["step"] == step:
                 found[event["event"]] = event
         return found
@@ -319,20 +312,18 @@ class Log:
 
         Raises: GPT2LabError if the log was changed meanwhile.
         """
-        places = self._blocks.column("place")
-        with open_lines(self._log) as file:
+        with self._open() as file:
             for row in np.sort(self._current).tolist():
-                yield self._step_at(row, places, file)
+                yield self._step_at(row, file)
 
-    def _step_at(self, row: int, places: np.ndarray, file: IO[bytes]) -> Event:
-        """Read a step from the log itself."""
+    def _step_at(self, row: int, file: IO[bytes]) -> Event:
         with contextlib.suppress(ValueError, OSError):
-            file.seek(int(places[row]))
+            file.seek(int(self._table["place"][row]))
             event = parse_line(file.readline())
             found = event["event"], event["attempt"], event["step"]
             if found == ("step", self._attempts[row], self._steps[row]):
                 return event
-        raise self._blocks.changed()
+        raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
     def spent_seconds(self) -> float:
         """Return the seconds that all starts took together, without the pauses between them."""
@@ -340,8 +331,8 @@ class Log:
         last_row: dict[int, int] = {}
         is_last = np.ones(len(self._attempts), bool)
         is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
-        all_elapsed = self._blocks.column("elapsed_seconds")
-        step_seconds = self._blocks.column("step_seconds")
+        all_elapsed = self._of_all("elapsed_seconds")
+        step_seconds = self._of_all("step_seconds")
         for row in np.flatnonzero(is_last).tolist():
             attempt = int(self._attempts[row])
             # elapsed_seconds counts from the beginning of the start.
@@ -418,12 +409,6 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
         elif event["event"] == kind:
             by_step[event["step"]] = event
     return by_step
-
-
-def has_completed(run_dir: Path, step: int) -> bool:
-    """Tell whether a run was completed at this step, by status.json, the last file that a start writes."""
-    status = read_json(run_dir / "status.json") or {}
-    return status.get("state") == "completed" and status.get("step") == step
 
 
 def has_diverged(run_dir: Path) -> bool:

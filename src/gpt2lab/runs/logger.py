@@ -25,10 +25,8 @@ from gpt2lab.runs.console import WATCHED_SECONDS, Console, beats, doing
 from gpt2lab.runs.events import METRICS, encode_line, parse_line
 from gpt2lab.runs.folder import LOG
 
-_SILENT_SECONDS = (
-    5.0,
-    30.0,
-)  # without a line in a file: while somebody may be watching it, and later
+# Without a line in a file: while somebody may be watching it, and later.
+_SILENT_SECONDS = (5.0, 30.0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
 _RETRIED = (*_FULL, errno.EIO, errno.EROFS)
@@ -138,10 +136,7 @@ class MetricsLogger:
         return problem
 
     def _write_again(self) -> None:
-        """Write what was not flushed a second time: after an error the kernel takes it for written.
-
-        Raises: OSError.
-        """
+        """Write what was not flushed a second time: after an error the kernel takes it for written."""
         assert self._metrics is not None
         # Another one than the first, which only appends.
         with open(self._metrics.name, "rb+", buffering=0, opener=regular) as file:

@@ -11,11 +11,11 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
+from gpt2lab.files import is_count
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import check_entries, holder_of
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.summary import describe_mirror
 from gpt2lab.runs.target import is_run
 
 
@@ -95,6 +95,17 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         problem=problem,
         mirror=describe_mirror(status),
     )
+
+
+def describe_mirror(status: dict[str, Any]) -> str | None:
+    """Write what a status.json says of --checkpoint_mirror; None without one."""
+    found = status.get("mirror")
+    if not isinstance(found, dict):
+        return None
+    step, newest, error = (found.get(key) for key in ("step", "newest", "error"))
+    line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
+    line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
+    return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
 
 
 # The columns of the table, and the order in which they are left out if it is too wide.

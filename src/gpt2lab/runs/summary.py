@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import string
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import verify
 from gpt2lab.config.presets import RATES
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import CheckpointError, GPT2LabError
-from gpt2lab.files import is_count
+from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.chat_template import as_prompt
@@ -56,7 +53,6 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _losses(log: Log) -> list[tuple[str, str]]:
-    """Return (name, text) of the training and validation losses, first, last and best."""
     rows, first, last = [], log.first_step(), log.last_step()
     if first is not None and last is not None:
         before, now = (fmt.number(event.get("loss")) for event in (first, last))
@@ -141,48 +137,6 @@ def program_of(run_dir: Path) -> Literal["train", "finetune"]:
     return "train" if settings.get("instructions") is None else "finetune"
 
 
-# -- --list_checkpoints ----------------------------------------------------------------------------------------------
-
-
-def print_checkpoints(
-    checkpoint_dir: Path, *, run_name: str | None, as_json: bool, verify_bytes: bool = False
-) -> int:
-    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code.
-
-    `verify_bytes` reads every byte: the exit code is then 1 if something is damaged.
-    """
-    runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
-    listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
-    listed = [entry for entry in listed if entry[1] or entry[2]]
-    for _, infos, damaged in listed if verify_bytes else ():
-        for info in list(infos):
-            try:
-                verify(info.path)
-            except CheckpointError as error:
-                infos.remove(info)
-                damaged.append(error)
-    code = int(verify_bytes and any(damaged for _, _, damaged in listed))
-    if as_json:
-        found = [_listed_as_json(*entry) for entry in listed]
-        print(json.dumps({"checkpoint_dir": str(checkpoint_dir), "runs": found}))
-        return code
-    if not listed:
-        print(f"no checkpoints in {paths.display_path(runs[0] if run_name else checkpoint_dir)}")
-    for run, infos, damaged in listed:
-        total = fmt.num_bytes(sum(info.num_bytes for info in infos))
-        count = fmt.number_of(len(infos), "checkpoint")
-        print(f"{paths.display_path(run)}: {count}, {total}")
-        print(checkpoint_table(infos))
-        if line := describe_mirror(history.read_json(run / "status.json") or {}):
-            print(f"  {line}")
-        for problem in damaged:
-            print(f"  damaged, not counted: {problem}")
-        if verify_bytes:
-            print(f"  every byte of {count} read, hashes match")
-        print()
-    return code
-
-
 def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
     """Write checkpoints as a table, oldest first."""
     rows = [
@@ -197,33 +151,3 @@ def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
         for info in infos
     ]
     return fmt.table(("step", "kind", "val loss", "tokens", "size", "age"), rows)
-
-
-def describe_mirror(status: dict[str, Any]) -> str | None:
-    """Write what a status.json says of --checkpoint_mirror; None without one."""
-    found = status.get("mirror")
-    if not isinstance(found, dict):
-        return None
-    step, newest, error = (found.get(key) for key in ("step", "newest", "error"))
-    line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
-    line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
-    return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
-
-
-def _listed_as_json(
-    run: Path, infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
-) -> dict[str, object]:
-    rows = [
-        {
-            "path": str(info.path),
-            "step": info.step,
-            "kind": info.kind,
-            "labels": list(info.labels),
-            "val_loss": info.val_loss,
-            "tokens": info.tokens,
-            "bytes": info.num_bytes,
-            "created": info.created,
-        }
-        for info in infos
-    ]
-    return {"run_name": run.name, "checkpoints": rows, "damaged": [str(error) for error in damaged]}

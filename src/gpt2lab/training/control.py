@@ -83,10 +83,6 @@ class Control:
         """Tell all ranks whether to leave an evaluation; they ask at equal places."""
         return self.agree().stop not in (None, self.has_ended)
 
-    def is_asked_to_stop(self) -> bool:
-        """Tell whether a signal asked this rank to stop; for what one rank does alone."""
-        return self.signals.level > 0
-
     def _look(self) -> int:
         """Take up what asks this rank to save or stop; return the place of a due deadline in REASONS, from 1, or 0.
 

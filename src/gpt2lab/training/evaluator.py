@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -11,14 +12,13 @@ from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
-from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.results import Results, file_of_step, write_results
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.recipe import plain_ids
-from gpt2lab.training.start import Start
 
 
 class Evaluator:
@@ -32,7 +32,10 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
-        self.val_tokens = _tokens_to_evaluate(components.start)
+        # As announced; of conversations only the answers count.
+        T = self.config.model.context_length
+        windows = sum(order.windows_per_epoch for order in components.start.val_orders)
+        self.val_tokens = T * min(windows, max(1, self.config.eval.val_tokens // T))
         self.validation = components.batches.validation(components.strategy)
         self.prompt_ids = components.batches.prompt_ids
         self.logger, self.control = session.logger, session.control
@@ -125,9 +128,13 @@ class Evaluator:
 
     def keep(self, results: Results, step: int) -> None:
         """Have an evaluation kept unit by unit, for `gpt2lab compare`."""
-        problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
-        if problem:
-            self.logger.warn(problem, step)
+        if self.runtime.rank != 0:
+            return
+        path = file_of_step(self.run_dir, results.kind, step)
+        try:
+            write_results(path, dataclasses.replace(results, step=step))
+        except OSError as error:
+            self.logger.warn(f"{path}: not written ({error.strerror})", step)
 
     def sample(self, state: TrainState) -> bool:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
@@ -149,7 +156,7 @@ class Evaluator:
                     tokenizer,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),
-                    interrupted=self.control.is_asked_to_stop,
+                    interrupted=lambda: self.control.signals.level > 0,
                 )
         except DataError as error:  # training needs neither a vocabulary nor ids for the prompt
             self.logger.warn(f"no text sample: {error}", state.step)
@@ -163,13 +170,6 @@ class Evaluator:
         self.logger.event("sample", state.step, text=text, seconds=seconds)
         self.logger.say(f"{self.place(state)} | sample:\n{fmt.quoted(text)}")
         return True
-
-
-def _tokens_to_evaluate(start: Start) -> int:
-    """Return the targets of a validation, as they are announced; of conversations only the answers count."""
-    T = start.config.model.context_length
-    windows = sum(order.windows_per_epoch for order in start.val_orders)
-    return T * min(windows, max(1, start.config.eval.val_tokens // T))
 
 
 def validation_line(result: ValidationLoss, seconds: float) -> str:

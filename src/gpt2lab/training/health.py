@@ -153,10 +153,7 @@ def rewind(
     if runtime.rank == 0:
         catalog.supersede(start.run_dir, chosen.step)
     return dataclasses.replace(
-        loaded,
-        samples=jumped,
-        train_seconds=state.train_seconds,
-        skipped=(*state.skipped, record),
+        loaded, samples=jumped, train_seconds=state.train_seconds, skipped=(*state.skipped, record)
     )
 
 

@@ -41,10 +41,7 @@ _OF_NANOGPT = {"scratch": "leave it out", "resume": "here it is --resume latest"
 
 
 def _find(name: str, checkpoint_dir: Path) -> Target:
-    """Return what the name means; a word of nanoGPT's means that, unless a run or folder has the name.
-
-    Raises: CheckpointError, ConfigError.
-    """
+    """Return what the name means; a word of nanoGPT's means that, unless a run or folder has the name."""
     if name in _OF_NANOGPT and catalog.find_folder(name, checkpoint_dir) is None:
         raise ConfigError(f"--init_from {name}: {_OF_NANOGPT[name]}")
     return find_target(name, checkpoint_dir)

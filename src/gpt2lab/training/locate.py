@@ -54,7 +54,6 @@ def locate(request: RunRequest, *, set_aside: bool) -> Place:
 
 
 def _locate_path(request: RunRequest, target: str) -> Place:
-    """Return the checkpoint of a folder, and its run."""
     path = paths.from_working_directory(Path(target))
     hint = fmt.did_you_mean(target, _NEWEST, flag="--resume ")
     if hint and not path.is_dir():
@@ -95,7 +94,6 @@ def _run_of(request: RunRequest) -> Path:
 
 
 def _newest_of(run_dir: Path, *, must_exist: bool, set_aside: bool) -> Place:
-    """Return the newest valid checkpoint of a run."""
     existed = catalog.has_checkpoints(run_dir)
     info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
     warnings += deleted_newest(run_dir, info)

@@ -58,6 +58,8 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
     keeps_epochs = wanted == "on" or (wanted == "auto" and epochs <= MANY_EPOCHS)
     # Of tiny data a step may end several epochs.
     ends = min(math.floor(epochs), max_steps) if keeps_epochs else 0
+    every, keep = config.checkpoint.checkpoint_freq, config.checkpoint.keep_checkpoints
+    rolling = min(math.ceil(max_steps / every) if every else 1, keep)
     return Plan(
         batch=batch,
         max_steps=max_steps,
@@ -65,16 +67,9 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         parameters=count_parameters(config.model),
         flops_per_token=training_flops_per_token(config),
         checkpoint_bytes=checkpoint_bytes(config),
-        retained_checkpoints=_count_retained(config, max_steps) + ends,
+        retained_checkpoints=rolling + ends + 3,  # best, the one before, the one being written
         keeps_epochs=keeps_epochs,
     )
-
-
-def _count_retained(config: Config, max_steps: int) -> int:
-    """Bound the checkpoints on disk at once: rolling, best and its predecessor, the one being written."""
-    every = config.checkpoint.checkpoint_freq
-    rolling = math.ceil(max_steps / every) if every else 1
-    return min(rolling, config.checkpoint.keep_checkpoints) + 2 + 1
 
 
 def find_repeats(passes: Mapping[str, float]) -> list[str]:
@@ -102,9 +97,6 @@ def describe_plan(plan: Plan, config: Config) -> str:
             "learning rate",
             f"{describe_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",
         ),
-        (
-            "checkpoints",
-            f"{plan.describe_disk()} (interrupted starts may add emergency ones)",
-        ),
+        ("checkpoints", f"{plan.describe_disk()} (interrupted starts may add emergency ones)"),
     ]
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -86,7 +85,9 @@ def pretrain(
     began = time.monotonic() if began is None else began
     signals = Signals()
     if os.environ.get("RANK", "0") == "0":
-        signals.answer = _answer_early
+        signals.answer = lambda number, level: print(
+            f"stopping before the next step{more_to_abort(number, level)}", flush=True
+        )
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
@@ -127,10 +128,6 @@ def pretrain(
         if folder:
             folder.close()
     runtime.close()
-
-
-def _answer_early(number: int, level: int) -> None:
-    print(f"stopping before the next step{more_to_abort(number, level)}", flush=True)
 
 
 def _warn(text: str) -> None:
@@ -270,8 +267,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
     def open_and_check() -> None:
         opened.append(RunFolder(start.run_dir))
-        newest = history.newest_event(start.run_dir)
-        if newest is not None and newest["attempt"] >= start.attempt:
+        if history.open_log(start.run_dir).last_attempt >= start.attempt:
             opened.pop().close()
             raise InUseError(f"{start.run_dir}: another start used this run just now; start again")
 
@@ -280,19 +276,6 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 # -- train -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Services:
-    """What serves one start beside its components."""
-
-    folder: RunFolder | None  # on rank 0 only
-    logger: MetricsLogger
-    heartbeat: Heartbeat
-    signals: Signals
-    extensions: Extensions
-    began: float  # reading of the monotonic clock
-    peak_flops: float | None
 
 
 def _train(
@@ -318,15 +301,28 @@ def _train(
         hang_seconds=start.config.system.hang_seconds,
         tell=lambda report: _record_hang(report, folder, logger),
     )
-    peak = _peak_flops(runtime, planner)
-    services = _Services(folder, logger, heartbeat, signals, extensions, began, peak)
+    control = Control(
+        signals,
+        runtime,
+        run_dir=folder.path if folder else None,
+        deadlines=start.deadlines,
+        save_every_seconds=60 * start.config.checkpoint.checkpoint_minutes,
+        heartbeat=heartbeat,
+    )
+    peak = None  # of all ranks' GPUs together
+    if planner is not None and runtime.device.type == "cuda":
+        peak = planner.peak_flops(torch.cuda.get_device_name(runtime.device))
+        peak = peak * runtime.world_size if peak else None
     # From here on the logger says what goes on.
     with doing(""), contextlib.closing(logger), contextlib.closing(heartbeat):
         try:
             if folder:
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
                 extensions.started(run)
-            reason, step = _run_to_end(components, services)
+            runtime.on_rank_zero(lambda: announce(components, folder, logger))
+            clock = _open_clock(components, folder, logger, began)
+            session = Session(folder, logger, control, heartbeat, clock, extensions.updating, peak)
+            reason, step = _run_to_end(components, session)
             heartbeat.close()
             extensions.ended(reason, None)
             runtime.on_rank_zero(lambda: _write_end(folder, reason, step))
@@ -343,61 +339,24 @@ def _train(
                 logger.say(f"warning: no summary of the run: {error}")
 
 
-def _run_to_end(components: Components, services: _Services) -> tuple[str | None, int]:
+def _run_to_end(components: Components, session: Session) -> tuple[str | None, int]:
     """Train to the last step or to a stop; return the reason of the stop, None at the end, and the step."""
-    runtime, config = components.runtime, components.start.config
-    runtime.on_rank_zero(lambda: announce(components, services.folder, services.logger))
     components.strategy.warm_up_reducer(
         components.trained,
         batch_size=components.start.plan.batch.micro_batch,
-        context_length=config.model.context_length,
+        context_length=components.start.config.model.context_length,
     )
-    session = _open_session(components, services)
-    saver = Saver(components, session, services.signals)
-    with saver:
+    with Saver(components, session) as saver:
         evaluator = Evaluator(components, session, _open_hellaswag(components))
         trainer = Trainer(components, session, saver=saver, evaluator=evaluator)
         reason = trainer.fit()
     step = trainer.state.step
-    runtime.on_rank_zero(lambda: _flush_end(services.logger, reason, step))
+    components.runtime.on_rank_zero(lambda: _flush_end(session.logger, reason, step))
     return reason, step
 
 
-def _open_session(components: Components, services: _Services) -> Session:
-    """Return what loop, saver and evaluator share."""
-    start, folder = components.start, services.folder
-    control = Control(
-        services.signals,
-        components.runtime,
-        run_dir=folder.path if folder else None,
-        deadlines=start.deadlines,
-        save_every_seconds=60 * start.config.checkpoint.checkpoint_minutes,
-        heartbeat=services.heartbeat,
-    )
-    return Session(
-        folder,
-        services.logger,
-        control,
-        services.heartbeat,
-        clock=_open_clock(components, services),
-        on_gradients_ready=services.extensions.updating,
-        peak_flops=services.peak_flops,
-    )
-
-
-def _peak_flops(runtime: Runtime, planner: Planner | None) -> float | None:
-    """Return the dense bf16 peak of all ranks' GPUs together in FLOP/s, None where it is not known."""
-    if planner is None or runtime.device.type != "cuda":
-        return None
-    peak = planner.peak_flops(torch.cuda.get_device_name(runtime.device))
-    return peak * runtime.world_size if peak else None
-
-
 def _flush_end(logger: MetricsLogger, reason: str | None, step: int) -> None:
-    """Wait on rank 0 until all events of a complete run are on disk, because a power cut may spare its status.
-
-    Raises: SaveError if they are not.
-    """
+    """Wait on rank 0 until all events of a complete run are on disk, because a power cut may spare its status."""
     faultpoint("end.after_done", step)
     if reason is None and (problem := logger.flush()):
         raise SaveError(
@@ -429,19 +388,21 @@ def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -
             logger.event("stop", step, reason=report, checkpoint=None)
 
 
-def _open_clock(components: Components, services: _Services) -> RunClock:
+def _open_clock(
+    components: Components, folder: RunFolder | None, logger: MetricsLogger, began: float
+) -> RunClock:
     """Return the clock of this start; only rank 0's is shown."""
-    start, folder = components.start, services.folder
+    start = components.start
     clock = RunClock(
         start.config,
         last_step=start.plan.max_steps,
-        began=services.began,
-        expected_seconds=read_forecast(start.run_dir).most_seconds if folder else None,
+        began=began,
+        expected_seconds=read_forecast(start.run_dir)[0] if folder else None,
     )
     if start.checkpoint is not None and folder:
         saved = saved_environment(start)
         clock.take_over(start.run_dir, same_hardware=components.facts["environment"] == saved)
-        services.logger.say(clock.describe_left(components.state.step))
+        logger.say(clock.describe_left(components.state.step))
     return clock
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections import deque
@@ -29,9 +28,8 @@ _LINE_EVERY = 60.0  # seconds between progress lines
 
 _WINDOW_SECONDS, _FEWEST_STEPS, MOST_STEPS = 600.0, 200, 3000  # steps whose pace counts
 _OUTLIER = 5.0  # a step longer than this many medians counts as that many: stalls set no pace
-_OWN_PACE_FROM = (
-    20  # own steps that replace an earlier start's pace where it differs by more than the following
-)
+# Own steps that replace an earlier start's pace where it differs by more than the following.
+_OWN_PACE_FROM = 20
 _SAME_PACE = 1.15
 _DRIFT = 0.01  # relative drift of a pace
 _UNKNOWN = 0.3  # relative error of a pace of very few steps
@@ -107,13 +105,8 @@ class Progress:
         if to_stop is not None:
             self._save_to_stop = to_stop
 
-    def step_seconds(self) -> float | None:
-        """Return the recent mean step, single outliers clipped."""
-        pace = self.pace()
-        return pace.value if pace else None
-
     def pace(self) -> Interval | None:
-        """Return the recent mean step with its 80 % interval, or None before there is one."""
+        """Return the recent mean step, single outliers clipped, with its 80 % interval; None before there is one."""
         if self._seen >= self._stale_from:
             self._pace = self._measure_pace()
             # Sorting thousands of steps after each of them would cost more than a small step.
@@ -189,34 +182,14 @@ def _error_of_mean(steps: Sequence[float]) -> float:
 # -- the clock of a running trainer ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a run's estimate.json predicts, in seconds; None where it says nothing."""
-
-    most_seconds: float | None  # upper bound of the full run
-    compile_seconds: float | None
-
-
-def read_forecast(run_dir: Path) -> Forecast:
-    """Return the forecast of a run's beginning."""
+def read_forecast(run_dir: Path) -> tuple[float | None, float | None]:
+    """Return the seconds that the full run may take at most, and those of compiling, as a run's estimate.json says."""
     document = history.read_json(run_dir / "estimate.json") or {}
     predicted, parts = document.get("estimate"), document.get("breakdown")
     high = predicted.get("high_hours") if isinstance(predicted, dict) else None
     compiling = parts.get("compile_s") if isinstance(parts, dict) else None
-    return Forecast(
-        3600 * high if isinstance(high, int | float) else None,
-        compiling if isinstance(compiling, int | float) else None,
-    )
-
-
-def process_began() -> float:
-    """Return the reading of the monotonic clock at which this process started; now where the system does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
-        age = 0.0
-    return time.monotonic() - age
+    most = 3600 * high if isinstance(high, int | float) else None
+    return most, compiling if isinstance(compiling, int | float) else None
 
 
 class RunClock:
@@ -276,11 +249,11 @@ class RunClock:
         on_track = self.is_on_track(left)
         late = "later than the forecast" if self._limit is None else "beyond --max_hours"
         track = "" if on_track is None else f" | {'on time' if on_track else late}"
-        pace = self.progress.step_seconds() or math.inf
+        pace = self.progress.pace()
         return (
             f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
             f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
-            f"{3600 / pace:,.0f} steps/h{track}"
+            f"{3600 / pace.value if pace else 0.0:,.0f} steps/h{track}"
         )
 
     def fields(self, left: Interval | None) -> dict[str, Any]:

@@ -158,10 +158,7 @@ def merge_settings(
 def _resumed_settings(
     request: RunRequest, saved: Config, chosen: frozenset[str], run_dir: Path
 ) -> Config:
-    """Return the saved settings, overridden by what was chosen.
-
-    Raises: ConfigError for a change that is not allowed, or if another program began the run.
-    """
+    """Return the saved settings, overridden by what was chosen."""
     begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
     if begun_by != request.recipe:
         program = "train" if begun_by == "pretrain" else "finetune"
@@ -182,10 +179,7 @@ def _resumed_settings(
 def _fit_parallel(
     request: RunRequest, config: Config, world_size: int
 ) -> tuple[Config, tuple[str, ...]]:
-    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note.
-
-    Raises: ConfigError.
-    """
+    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note."""
     system, notes = config.system, []
     if system.parallel != "ddp" and world_size == 1:
         if "parallel" in request.typed:
@@ -272,10 +266,7 @@ def plan_steps(
 
 
 def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Settings) -> TokenData:
-    """Open the data, and check that its tokens mean to the weights what they were trained on.
-
-    Raises: DataError, ConfigError.
-    """
+    """Open the data, and check that its tokens mean to the weights what they were trained on."""
     config, initial, checkpoint = settings.config, settings.initial, place.checkpoint
     of_weights: Tokenizer | None = None
     if checkpoint is not None:
@@ -306,7 +297,8 @@ def _fit_mini_batch(
 
     Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
     """
-    if request.fixes_mini_batch or config.model.dropout > 0:
+    is_typed = not request.typed.isdisjoint(("mini_batch_size", "total_batch_size"))
+    if (is_typed and not request.leaves_mini_batch) or config.model.dropout > 0:
         return config, ()
     T = config.model.context_length
     batch, note = fit_mini_batch(config.batch, context_length=T, world_size=world_size)
@@ -328,9 +320,11 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     room = disk_budget(run_dir, steps.plan.disk_bytes)
     notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
-    attempt = log.last_attempt
+    attempt, has_ended = log.last_attempt, False
     recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
     if checkpoint is not None:
+        status = history.read_json(run_dir / "status.json") or {}  # what a start writes last
+        has_ended = (status.get("state"), status.get("step")) == ("completed", checkpoint.step)
         attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
         if not recorded:
             notes += (
@@ -354,7 +348,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         deadlines=find_deadlines(request.stop_at, os.environ, max_hours=config.length.max_hours),
         last_save_seconds=saves[-1] if saves else None,
         recorded=recorded,
-        has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
+        has_ended=has_ended,
         initial=settings.initial,
         warnings=notes,
     )
@@ -371,10 +365,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
 def _find_changes(
     request: RunRequest, checkpoint: CheckpointInfo | None, settings: Settings, steps: Steps
 ) -> dict[str, list[Any]]:
-    """Return {setting: [saved, now]} of a resume.
-
-    Raises: ConfigError for a change that is not allowed.
-    """
+    """Return {setting: [saved, now]} of a resume."""
     if settings.saved is None or checkpoint is None:
         return {}
     changes = find_changes(settings.saved, steps.config)
@@ -451,10 +442,7 @@ def _check_length(start: Start) -> None:
 
 
 def _check_source_epochs(start: Start) -> None:
-    """Compare the full run with --max_source_epochs and --data_weights_at.
-
-    Raises: ConfigError if it reads a source too often, or ends before the weights change.
-    """
+    """Compare the full run with --max_source_epochs and --data_weights_at."""
     sources, samples = read_sources(start.config.data), start.last_sample()
     check_epochs(sources, start.order, samples=samples)
     end, last = samples * start.config.model.context_length, sources.phases[-1].from_tokens

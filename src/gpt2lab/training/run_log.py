@@ -112,12 +112,9 @@ class StepLog:
         """Say that a step takes long where it compiles: the first of a start."""
         if not self._tells_compiling:
             return nullcontext()
-        expected = read_forecast(self._start.run_dir).compile_seconds
-        about = (
-            ""
-            if expected is None
-            else f", about {fmt.duration(expected)} unless its code is cached"
-        )
+        about, (_, expected) = "", read_forecast(self._start.run_dir)
+        if expected is not None:
+            about = f", about {fmt.duration(expected)} unless its code is cached"
         return self._logger.waiting(f"compiling the step{about}")
 
     def _epochs_by_source(self, batch: GlobalBatch) -> dict[str, dict[str, float]]:

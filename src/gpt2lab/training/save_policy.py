@@ -25,19 +25,11 @@ class SavePolicy:
     def __init__(
         self, components: Components, session: Session, saver: Saver, steps: StepPipeline
     ) -> None:
-        self.start, self.runtime, self.model = (
-            components.start,
-            components.runtime,
-            components.model,
-        )
+        self.start, self.runtime = components.start, components.runtime
+        self.model, self.loader = components.model, components.batches.loader
         self.config, self.saver, self.steps = components.start.config, saver, steps
-        self.loader = components.batches.loader
-        self.logger, self.control, self.heartbeat = (
-            session.logger,
-            session.control,
-            session.heartbeat,
-        )
-        self.progress = session.clock.progress
+        self.logger, self.control = session.logger, session.control
+        self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = steps.state.step
         save_seconds = self.start.last_save_seconds
@@ -135,8 +127,6 @@ class SavePolicy:
 
         A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
         which the resume verifies before its first save.
-
-        Raises: DataError on all ranks, naming a damaged shard.
         """
         reader = self.loader.reader
         names: tuple[str, ...] = ()

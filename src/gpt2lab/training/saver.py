@@ -23,17 +23,10 @@ from gpt2lab.checkpoint.manifest import Draft, folder_name
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.request import LOWER_RATE
-from gpt2lab.errors import (
-    CheckpointError,
-    FolderLostError,
-    GPT2LabError,
-    NonFiniteError,
-    SaveError,
-)
+from gpt2lab.errors import CheckpointError, FolderLostError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.model import rng
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.stop import Signals
 
 _ROOM = 1.2  # free disk before a save, in checkpoints: headers, state, and what others write
 
@@ -61,10 +54,11 @@ class Outcome:
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, components: Components, session: Session, signals: Signals) -> None:
+    def __init__(self, components: Components, session: Session) -> None:
         start = components.start
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
-        self.folder, self.logger, self.signals = session.folder, session.logger, signals
+        self.folder, self.logger = session.folder, session.logger
+        self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
@@ -80,7 +74,7 @@ class Saver:
         # Seconds of a save by the writer; of the last start's until one has ended.
         self._longest = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
-        signals.is_writing = self.is_writing
+        self.signals.is_writing = self.is_writing
 
     def __enter__(self) -> Saver:
         return self
@@ -89,11 +83,14 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
     ) -> None:
         """End the writer process: after its work, or after an error as far as possible."""
-        if error is None:
-            self.close(give_up=False)
-            return
-        with suppress(Exception):  # the first error is the one to report
-            self.close(give_up=isinstance(error, FolderLostError))
+        with suppress(*() if error is None else (Exception,)):  # the first one is to be reported
+            try:
+                if not isinstance(error, FolderLostError):  # then a save in flight is given up
+                    self.settle()
+            finally:
+                with self._lock:
+                    self._in_flight = None
+                    self._free_buffer()
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
@@ -165,7 +162,10 @@ class Saver:
                 self._end_writer()
             if answer.error is not None and not isinstance(answer.error, OSError):
                 raise answer.error
-            if self._has_lost_folder():
+            try:
+                assert self.folder is not None
+                self.folder.check_lock()
+            except FolderLostError:  # the loop's next look ends all ranks for that
                 self._is_on_disk = False
                 return False
             if answer.is_last:
@@ -177,36 +177,11 @@ class Saver:
                 self._warn_of_failure(failure, save.state.step)
             return self._is_on_disk
 
-    def _has_lost_folder(self) -> bool:
-        """Tell whether the run's folder is gone or another's: the loop's next look ends all ranks for that."""
-        try:
-            assert self.folder is not None
-            self.folder.check_lock()
-        except FolderLostError:
-            return True
-        return False
-
     def has(self, step: int) -> bool:
         """Tell without communication whether a step's checkpoint is on disk; one in flight is waited for."""
         with suppress(OSError, RuntimeError, GPT2LabError):
             self.settle()
         return (self.run_dir / folder_name(step)).exists()
-
-    def close(self, *, give_up: bool) -> None:
-        """End the writer process; `give_up` a save in flight, else wait for it.
-
-        Raises: OSError, GPT2LabError.
-        """
-        try:
-            if not give_up:
-                self.settle()
-        finally:
-            with self._lock:
-                self._in_flight = None
-                self._end_writer()
-                if self._buffer is not None:
-                    self._buffer.close()
-                    self._buffer = None
 
     def _end_writer(self) -> None:
         if self._writer is not None:
@@ -219,8 +194,11 @@ class Saver:
         if self.is_async and keep:
             needed = store.staging_bytes(self.model, self.optimizers)
             try:
+                # A second time only if the optimizer had no state yet at the first save.
                 if self._buffer is None or self._buffer.shared.num_bytes < needed:
-                    self._replace_buffer(needed)
+                    self._free_buffer()
+                    on_gpu = self.runtime.device.type == "cuda"
+                    self._buffer = store.StagingBuffer(needed, pin=on_gpu)
                     size = fmt.num_bytes(needed)
                     self.logger.say(f"step {step} | {size} of memory for asynchronous checkpoints")
             except (OSError, AttributeError) as error:  # no such memory; no Linux
@@ -228,13 +206,11 @@ class Saver:
                 self.logger.warn(f"no asynchronous checkpoints, training waits: {error}", step)
         return store.collect(self.model, self.optimizers, keep=keep, into=self._buffer)
 
-    def _replace_buffer(self, num_bytes: int) -> None:
-        """Make the buffer, once; a second time only if the optimizer had no state yet at the first save."""
+    def _free_buffer(self) -> None:
         self._end_writer()
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-        self._buffer = store.StagingBuffer(num_bytes, pin=self.runtime.device.type == "cuda")
 
     def _leave(self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]) -> bool:
         """Leave a save to the writer process, started at the first save; return False if that has failed."""
@@ -409,7 +385,7 @@ class Saver:
 
     def _make_room(self) -> str | None:
         """Make room for a checkpoint by retiring old ones early; return what is missing, or None."""
-        needed = _ROOM * store.num_bytes(self.model, self.optimizers)
+        needed = _ROOM * store.staging_bytes(self.model, self.optimizers)
         if shutil.disk_usage(self.run_dir).free >= needed:
             return None
         with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space

@@ -85,10 +85,10 @@ class StepPipeline:
         self.launched.append(LaunchedStep(number, batch, lr, stats, began))
         self.busy.release()
 
-    def can_launch_next(self, *, is_epoch_end: Callable[[int], bool]) -> bool:
+    def can_launch_next(self, epochs_completed: Callable[[int], int | None]) -> bool:
         """Tell whether the next step is launched before the first one is read: nothing is due between them.
 
-        `is_epoch_end`: whether a checkpoint ends an epoch after so many samples.
+        `epochs_completed`: by the step up to so many samples, if a checkpoint is kept of that.
         """
         step, first = self.launched[0], self.first_step + 1  # which compiles, and is announced so
         if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:
@@ -101,7 +101,7 @@ class StepPipeline:
         return not (
             any(is_due(step.number, freq, self.last_step) for freq in freqs)
             or step.number in (self.last_step, self.start.stop_after_steps)
-            or is_epoch_end(step.batch.first_sample + step.batch.samples)
+            or epochs_completed(step.batch.first_sample + step.batch.samples) is not None
         )
 
     def finish(self) -> bool:
@@ -110,19 +110,20 @@ class StepPipeline:
         step.stats.done.wait()
         if policy == "rewind" and is_spike(step.stats.loss, self.state.recent_losses):
             self.busy.acquire()  # never released after an error
-            went_back = self._rewind(step.batch, step.stats.loss)
-            if went_back:
+            self.saver.join()
+            loss = step.stats.loss
+            state = rewind(self.components, self.state, step.batch, loss, self.logger)
+            if state is not None:
+                self.state = state
                 self.launched.clear()
             self.busy.release()
-            if went_back:
+            if state is not None:
                 return False
         with self.busy:
             spiked = self.record(step)
         report_health(self.state, step.stats, step.batch, self.logger, spiked=spiked)
         self._stragglers.note(
-            step.number,
-            work_seconds=step.stats.work_seconds,
-            wait_seconds=step.batch.wait_seconds,
+            step.number, work_seconds=step.stats.work_seconds, wait_seconds=step.batch.wait_seconds
         )
         self._crowding.note(step.number)
         self.saver.poll()
@@ -168,14 +169,6 @@ class StepPipeline:
             if not step.stats.done.has_passed():
                 break
             self.record(step)
-
-    def _rewind(self, batch: GlobalBatch, loss: float) -> bool:
-        """Go back before the spike if there is a checkpoint to go to."""
-        self.saver.join()
-        state = rewind(self.components, self.state, batch, loss, self.logger)
-        if state is not None:
-            self.state = state
-        return state is not None
 
 
 def launch_step(

@@ -90,10 +90,13 @@ class Trainer:
         steps = self.steps
         while True:
             self.heartbeat.enter("reading data", steps.newest_step + 1)
-            batch, error = fetch(batches)
+            error: GPT2LabError | None = None
+            try:
+                batch = next(batches)
+            except GPT2LabError as caught:  # all ranks must hear of it before any gradient
+                error = caught
             if (reason := self.agree(error)) is not None:
                 return reason
-            assert batch is not None
             if not steps.launched:
                 steps.log.announce(batch, self.state.step)
             self.heartbeat.enter("training", steps.newest_step + 1)
@@ -101,12 +104,15 @@ class Trainer:
                 steps.launch(batch)
                 if len(steps.launched) > 1:
                     steps.finish()  # the step before, while the device computes this one
-                if steps.can_launch_next(is_epoch_end=self.is_epoch_end):
+                if steps.can_launch_next(self.saves.epochs_completed):
                     continue
                 if not steps.finish():
                     self.saves.saved_step = self.state.step
                     return "rewind"
-            self.check_drift_if_due()
+            drift_freq = self.config.system.drift_check_freq
+            if drift_freq and self.state.step % drift_freq == 0:
+                self.heartbeat.enter("comparing weights", self.state.step)
+                check_drift(self.components.model, self.runtime, self.state.step)
             steps.state = dataclasses.replace(self.state, due=self.due_after_step())
             self.measure()
             self.saves.save_if_due()
@@ -156,17 +162,6 @@ class Trainer:
             return False  # the first step may compile, and nothing is lost with it
         waited = time.monotonic() - signals.asked_at
         return waited > max(grace / 2, self.control.margin_seconds)
-
-    def is_epoch_end(self, samples: int) -> bool:
-        """Tell whether a checkpoint ends an epoch after so many samples."""
-        return self.saves.epochs_completed(samples) is not None
-
-    def check_drift_if_due(self) -> None:
-        """Compare the weights of all ranks every so many steps."""
-        freq = self.config.system.drift_check_freq
-        if freq and self.state.step % freq == 0:
-            self.heartbeat.enter("comparing weights", self.state.step)
-            check_drift(self.components.model, self.runtime, self.state.step)
 
     def check_folder(self) -> GPT2LabError | None:
         """Return the error of a run's folder that is gone or taken, on rank 0, which holds its lock."""
@@ -251,11 +246,3 @@ class Trainer:
                 seconds=self.state.train_seconds,
             )
         return None
-
-
-def fetch(batches: Iterator[GlobalBatch]) -> tuple[GlobalBatch | None, GPT2LabError | None]:
-    """Return the next batch, or the error that this rank met: all ranks must hear of it before any gradient."""
-    try:
-        return next(batches), None
-    except GPT2LabError as error:
-        return None, error

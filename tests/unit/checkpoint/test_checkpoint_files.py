@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
-from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.training import control
 from whole_run import Run
 

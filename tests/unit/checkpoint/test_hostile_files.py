@@ -24,10 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.checkpoint import manifest
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, to_gpt2lab_error
 from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
-from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.runs.target import find_target
 from gpt2lab.training.resolve import resolve
 from tiny import VOCAB, parse

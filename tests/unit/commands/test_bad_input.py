@@ -23,7 +23,7 @@ import safetensors.torch
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
@@ -68,20 +68,18 @@ class Place:
             **changes,
         }
         config = override(Config(), settings)
-        with staged(self.runs / "r", step) as staging:
-            weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
-            staging.add("model.safetensors", safetensors.torch.save(weights))
-            staging.seal(
-                {
-                    "step": step,
-                    "kind": "rolling",
-                    "tokens": step * 128,
-                    "created": 1.0,
-                    "config": to_flat(config),
-                    "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
-                    "environment": {"world_size": 1},
-                }
-            )
+        weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
+        facts = {
+            "step": step,
+            "kind": "rolling",
+            "tokens": step * 128,
+            "created": 1.0,
+            "config": to_flat(config),
+            "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
+            "environment": {"world_size": 1},
+        }
+        files = {"model.safetensors": [safetensors.torch.save(weights)]}
+        commit(self.runs / "r", Draft(step, files, facts))
 
 
 FLAGS = [

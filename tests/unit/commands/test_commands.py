@@ -18,15 +18,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.commands import verbs
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.entry import run as run_command
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
-from gpt2lab.runs.summary import print_checkpoints
 from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 
@@ -48,22 +48,18 @@ def run(
 
 def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
     """Commit a checkpoint of a few bytes, as the trainer does."""
-    with staged(run_dir, step) as staging:
-        staging.add("model.safetensors", b"w" * 100)
-        staging.add("optim.safetensors", b"m" * 200)
-        staging.add("state.json", b"{}")
-        staging.seal(
-            {
-                "step": step,
-                "kind": kind,
-                "tokens": step * 1000,
-                "val_loss": 10 / step,
-                "created": 1_700_000_000.0 + step,
-                "config": to_flat(Config()),
-                "data_fingerprint": "0" * 64,
-                "environment": {"world_size": 1},
-            }
-        )
+    files = {"model.safetensors": b"w" * 100, "optim.safetensors": b"m" * 200, "state.json": b"{}"}
+    facts = {
+        "step": step,
+        "kind": kind,
+        "tokens": step * 1000,
+        "val_loss": 10 / step,
+        "created": 1_700_000_000.0 + step,
+        "config": to_flat(Config()),
+        "data_fingerprint": "0" * 64,
+        "environment": {"world_size": 1},
+    }
+    commit(run_dir, Draft(step, {name: [data] for name, data in files.items()}, facts))
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
@@ -328,8 +324,8 @@ def test_a_damaged_manifest_is_shown_and_not_counted(tmp_path, capsys):
 
 def test_half_written_checkpoints_are_never_listed(tmp_path, capsys):
     write_checkpoint(tmp_path / "r", 5)
-    with pytest.raises(FileExistsError), staged(tmp_path / "r", 10) as staging:
-        [staging.add("model.safetensors", b"w") for _ in range(2)]  # the second write fails
+    with pytest.raises(FileNotFoundError):  # the second write fails
+        commit(tmp_path / "r", Draft(10, {"model.safetensors": [b"w"], "no/folder": [b"w"]}, {}))
     (tmp_path / "r" / ".tmp-00000015-abcdef01").mkdir()  # of a killed process
     (tmp_path / "r" / "step_final").mkdir()  # somebody's own
     print_checkpoints(tmp_path, run_name=None, as_json=True)

@@ -138,9 +138,9 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(model, tmp_pat
 
 
 def test_batches_hold_each_row_once_and_do_not_waste(tmp_path):
-    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences(
+    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences[
         "harness"
-    )
+    ]
     rows = make_rows(pieces, context_length=64)
     batches = cut_batches(rows, batch_tokens=300)
     assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
@@ -157,8 +157,8 @@ def test_the_subset_is_the_same_every_time(tmp_path):
     assert subset.fingerprint == questions.subset(10).fingerprint != questions.fingerprint
     assert questions.subset(0) is questions.subset(40) is questions
     for style in STYLES:
-        everything = [b"".join(p.tobytes() for p in item) for item in questions.sequences(style)]
-        chosen = [b"".join(p.tobytes() for p in item) for item in subset.sequences(style)]
+        everything = [b"".join(p.tobytes() for p in item) for item in questions.sequences[style]]
+        chosen = [b"".join(p.tobytes() for p in item) for item in subset.sequences[style]]
         places = [everything.index(item) for item in chosen]
         assert places == sorted(places)
         assert places != list(range(10))
@@ -172,7 +172,7 @@ def test_a_long_context_is_cut_on_the_left(model, tmp_path):
     for count in (300, 301):
         row["ctx_a"] = row["ctx"] = "word " * count + "end."
         (tmp_path / "long.jsonl").write_text(json.dumps(row))
-        pieces = load_questions(tmp_path / "long.jsonl", GPT2).sequences("harness")
+        pieces = load_questions(tmp_path / "long.jsonl", GPT2).sequences["harness"]
         assert len(make_rows(pieces, context_length=64)) == 4
         sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
     np.testing.assert_array_equal(sums[0], sums[1])

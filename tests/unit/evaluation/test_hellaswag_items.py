@@ -9,12 +9,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_items
-from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, load_questions, read_items, tokenize
+from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items, tokenize
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
 from gpt2lab.training.resolve import resolve, with_hellaswag
@@ -93,55 +92,6 @@ def test_the_two_texts_of_an_item():
     assert harness.ending_chars == [11, 1, 3, 4]
     assert decode(tutorial.context) == "X. then [x]"
     assert [decode(ids) for ids in tutorial.endings] == [f" {text}" for text in endings]
-
-
-@pytest.fixture
-def no_tokenizing(monkeypatch) -> pytest.MonkeyPatch:
-    def reject(*_: Any) -> None:
-        raise AssertionError("tokenized again")
-
-    monkeypatch.setattr(hellaswag_items, "tokenize", reject)
-    return monkeypatch
-
-
-def equal(a: hellaswag_items.Questions, b: hellaswag_items.Questions) -> bool:
-    return a.fingerprint == b.fingerprint and np.array_equal(a.ending_chars, b.ending_chars)
-
-
-def test_items_are_tokenized_once(tmp_path, request):
-    path = write_items(tmp_path / "items.jsonl")
-    first = load_questions(path, GPT2)
-    assert (tmp_path / ".items.jsonl.tokens").exists()
-    request.getfixturevalue("no_tokenizing")
-    assert equal(load_questions(path, GPT2), first)
-    write_items(path, count=5)
-    with pytest.raises(AssertionError, match="tokenized again"):
-        load_questions(path, GPT2)
-
-
-def test_a_damaged_cache_is_made_anew(tmp_path):
-    path, cache = write_items(tmp_path / "items.jsonl"), tmp_path / ".items.jsonl.tokens"
-    first = load_questions(path, GPT2)
-    whole = cache.read_bytes()
-    flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
-    for content in (b"", b"\n", whole[:-1], flipped, b"\xff" * 100):
-        cache.write_bytes(content)
-        assert equal(load_questions(path, GPT2), first)
-        assert cache.read_bytes() == whole
-
-
-def test_where_nothing_can_be_written_it_works_all_the_same(tmp_path, monkeypatch):
-    path = write_items(tmp_path / "items.jsonl")
-    (tmp_path / ".items.jsonl.tokens").mkdir()  # in the way of the file
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = load_questions(path, GPT2)
-    assert [file.suffix for file in (tmp_path / "cache" / "gpt2lab").iterdir()] == [".tokens"]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert equal(load_questions(path, GPT2), first)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        *(".items.jsonl.tokens", "cache", "file", "items.jsonl")
-    ]
 
 
 def test_a_download_is_kept_only_whole(tmp_path):

@@ -24,7 +24,7 @@ from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.mirror.resume import fetch_newer
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name
-from gpt2lab.runs.summary import describe_mirror
+from gpt2lab.runs.overview import describe_mirror
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 
 

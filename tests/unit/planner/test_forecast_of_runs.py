@@ -192,7 +192,7 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast(tmp_path):
 
 def test_a_start_counts_from_the_beginning_of_its_process():
     """A moment between those before its start and after its end, by the clock that all processes share."""
-    code = "from gpt2lab.training.progress import process_began; print(process_began())"
+    code = "from gpt2lab.commands.train import _process_began; print(_process_began())"
     before = time.monotonic()
     done = launch.python("-c", code)
     tick = 0.02  # the system counts in hundredths of a second

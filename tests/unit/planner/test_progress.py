@@ -38,7 +38,7 @@ def seconds_left(progress: Progress, step: int) -> float | None:
 def test_nothing_is_predicted_before_there_is_a_pace():
     progress = Progress(last_step=10, frequencies={"eval": 5})
     progress.record_event("eval", 3.0)
-    assert (progress.step_seconds(), seconds_left(progress, 0)) == (None, None)
+    assert (progress.pace(), seconds_left(progress, 0)) == (None, None)
     for step in (1, 2):
         progress.record_step(100.0)
         assert seconds_left(progress, step) is None, "the first two steps warm up"
@@ -71,12 +71,12 @@ def test_a_resumed_start_goes_on_with_the_pace_before_until_it_has_its_own():
     assert seconds_left(resumed, 300) == pytest.approx(before)
     for _ in range(30):
         resumed.record_step(1.05)
-    assert 1.0 < (resumed.step_seconds() or 0.0) < 1.01, "the same pace: both starts count"
+    assert 1.0 < resumed.pace().value < 1.01, "the same pace: both starts count"
     resumed = Progress(last_step=1000, frequencies={"eval": 100})
     resumed.inherit([1.0] * 300, [("eval", 5.0)])
     for _ in range(30):
         resumed.record_step(2.0)
-    assert resumed.step_seconds() == pytest.approx(2.0), "other hardware shows itself"
+    assert resumed.pace().value == pytest.approx(2.0), "other hardware shows itself"
 
 
 LOGGED = {"eval": (100, 12.0), "checkpoint": (250, 6.0), "sample": (100, 2.0)}

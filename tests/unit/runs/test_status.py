@@ -19,9 +19,9 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.runs import log_cache, overview
+from gpt2lab.commands.checkpoints import print_checkpoints
+from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.summary import print_checkpoints
 from launch import call
 from stopped_run import stopped_and_resumed
 
@@ -115,7 +115,7 @@ def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
     def rejected(path: Path, mode: str, **how: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(log_cache, "open", rejected, raising=False)
+    monkeypatch.setattr(history, "open", rejected, raising=False)
     assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,7 +229,7 @@ def test_a_state_counts_numbers_that_are_none_and_keeps_the_earliest_best():
 
 
 def test_states_of_before_the_guards_still_load():
-    values = json.loads(json.dumps(TrainState(step=3).to_dict()))
+    values = json.loads(json.dumps(asdict(TrainState(step=3))))
     file = JsonFile(Path("state.json"), CheckpointError)
     for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
         del values[name]
