@@ -73,7 +73,6 @@ class AnswerLoss:
         return self._summarize(nats)
 
     def _add(self, nats: np.ndarray, rows: np.ndarray, model: GPT) -> None:
-        """Add the losses of some rows' answers to their conversations."""
         ids = torch.from_numpy(self._ids[rows].astype(np.int64)).to(self._runtime.device)
         owner = self._owner[rows][:, 1:]  # (B, T)
         with torch.inference_mode(), self._strategy.autocast():

@@ -42,7 +42,6 @@ class Rows:
     tokenizer: Tokenizer
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self.ids)
 
     def targets(self) -> int:
@@ -157,7 +156,6 @@ def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: s
 def _encode(
     conversations: list[Conversation], T: int, tokenizer: Tokenizer
 ) -> tuple[list[EncodedConversation], tuple[str, ...]]:
-    """Return the conversations that can be trained on, and warnings about the others."""
     kept: list[EncodedConversation] = []
     empty: list[str] = []
     long: list[str] = []

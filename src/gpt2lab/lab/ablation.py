@@ -100,7 +100,6 @@ class Ablation:
         return runs
 
     def _train(self, new: Sequence[SeedRun], before: Sequence[SeedRun]) -> None:
-        """Train new runs, and write the table of all complete seeds each time that one completes."""
         run_all(
             new,
             jobs=self.jobs,
@@ -157,7 +156,6 @@ class Ablation:
         return markdown, document
 
     def _spent(self, runs: Sequence[SeedRun]) -> dict[str, Any]:
-        """Return what the runs took in all."""
         logs = [history.read_log(run.folder) for run in runs]
         return {
             "seeds": len({run.seed for run in runs}),
@@ -385,7 +383,6 @@ def _show(found: OverSeeds | None, form: str) -> str:
 
 
 def _last_results(run_dir: Path) -> Results | None:
-    """Return a run's last validation losses by document; None if they were not kept."""
     path = file_of_step(run_dir, "validation", max(history.read_log(run_dir).current("eval")))
     return read_results(path) if path.exists() else None
 

@@ -207,7 +207,6 @@ class _Records:
 
     @property
     def step(self) -> int | None:
-        """The step of the first difference."""
         return self.logged if self.unequal is None else self.unequal
 
 
@@ -254,10 +253,7 @@ def bisect(a: Side, b: Side) -> Finding:
 
 
 def _is_equal(a: Side, b: Side, step: int) -> bool:
-    """Return whether two checkpoints have the same bytes, which are verified.
-
-    Raises: CheckpointError if one is damaged.
-    """
+    """Return whether two checkpoints have the same bytes, which are verified."""
     infos = a.checkpoints[step], b.checkpoints[step]
     for info in infos:
         manifest.verify(info.path)
@@ -265,7 +261,6 @@ def _is_equal(a: Side, b: Side, step: int) -> bool:
 
 
 def _compare_records(a: Side, b: Side) -> _Records:
-    """Compare the logs, then the checkpoints up to the first difference of the logs."""
     logged, count = first_logged_difference(a, b)
     if not count:
         raise GPT2LabError("no step is in the logs of both runs")
@@ -304,7 +299,6 @@ def _tensor(found: TensorDifference | str | None) -> str:
 
 
 def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
-    """Return which versions of the code differ, and which steps only one run has."""
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
         notes.append(f"A has steps up to {ends[0]}, B up to {ends[1]}")
@@ -395,7 +389,6 @@ def _tell_by_replay(a: Side, b: Side, step: int, equal: int | None) -> _Told:
 
 
 def _conclude(sides: dict[str, Side], run: Replay, name: str, equal: int | None) -> list[str]:
-    """Replay the next step of side `name` and return which logs it agrees with."""
     begun = f"a replay of {name} from its checkpoint of step {run.from_step}"
     departed = run.departure
     event = run.take().event

@@ -118,7 +118,6 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
 
 
 def _by_what(found: list[Results]) -> dict[str, Results]:
-    """Return results keyed by what they measure."""
     return {f"{results.kind} {_task_of(results)}": results for results in found}
 
 
@@ -239,7 +238,6 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
 
 
 def _settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings that the runs of a group share."""
     config = history.read_config(run)
     shared = to_flat(config).items()
     return {n: v for n, v in shared if n not in _NOT_SHARED and policy_of(n, config) != "free"}
@@ -318,7 +316,6 @@ def compare_groups(
 def _compare_results(
     a: list[Results], b: list[Results], *, smallest: float
 ) -> Iterator[GroupMetric]:
-    """Yield the comparison of each metric that all results have; those of A and B are in the order of their seeds."""
     for metric in a[0].per_unit:
         if all(metric in results.per_unit for results in (*a, *b)):
             pairs = zip(a, b, strict=True)
@@ -334,10 +331,7 @@ def _compare_results(
 
 
 def _require_alike(group: Group, results: list[Results]) -> None:
-    """Reject runs of a group that were not measured at the same step and on the same units.
-
-    Raises: DataError.
-    """
+    """Reject runs of a group that were not measured at the same step and on the same units."""
     first = results[0]
     for run, one in zip(group.values(), results, strict=True):
         if (one.step, one.units) != (first.step, first.units):

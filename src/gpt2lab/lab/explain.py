@@ -101,10 +101,7 @@ class _Windows:
     """The windows of one source, as they were measured."""
 
     def __init__(self, source: Source, other: Source, T: int) -> None:
-        """`other`: the same windows, whose folder may be elsewhere.
-
-        Raises: DataError if the folder does not exist or holds other data.
-        """
+        """`other`: the same windows, whose folder may be elsewhere."""
         folder = next((f for f in (source.folder, other.folder) if Path(f).is_dir()), None)
         if folder is None:
             raise DataError(
@@ -128,14 +125,10 @@ class _Windows:
         self.kind = parts.kind
 
     def read(self, rows: slice) -> np.ndarray:
-        """Return some windows, (n, T + 1)."""
         return self.reader.read(self.shard[rows], self.offset[rows])
 
     def check(self, checksums: np.ndarray) -> None:
-        """Check that the windows are those that were measured.
-
-        Raises: DataError.
-        """
+        """Check that the windows are those that were measured."""
         if hash_checksums(checksums) != self.source.windows_sha256:
             raise self._changed()
 
@@ -165,7 +158,6 @@ class _Grouping:
 
 
 def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[str]]:
-    """Return the ways to divide these tokens, and those that are impossible."""
     first, left_out = opened[0].data, []
     frequencies = _mix([one.data for one in opened], [one.source.weight for one in opened])
     bounds = token_groups.window_bounds(T)

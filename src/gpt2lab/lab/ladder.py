@@ -102,10 +102,7 @@ def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
 
 
 def _require_law(rungs: Iterable[Start]) -> None:
-    """Reject rungs that are too few to fit a law, before they are trained.
-
-    Raises: ConfigError.
-    """
+    """Reject rungs that are too few to fit a law, before they are trained."""
     require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
 
 
@@ -220,10 +217,7 @@ def describe_plan(document: Mapping[str, Any]) -> str:
 def _losses(
     family: Family, runs: Sequence[SeedRun], out: Path, *, tokens: int, data: str
 ) -> tuple[float, ...]:
-    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on.
-
-    Raises: CheckError if one is not complete; ConfigError, DataError if one has other settings or data.
-    """
+    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on."""
     losses = []
     for run in runs:
         with prefix_errors(run.setting):
@@ -350,10 +344,7 @@ def ladder_results(family: Family, out: Path) -> dict[str, Any]:
 
 
 def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Compare the top rung with its prediction; None if it is not complete.
-
-    Raises: CheckError if it was started before the prediction.
-    """
+    """Compare the top rung with its prediction; None if it is not complete."""
     top = family.top_runs(out)
     start = fresh_start(top[0])
     tokens, data = start.plan.tokens, start.data.fingerprint

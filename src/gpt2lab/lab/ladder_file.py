@@ -227,7 +227,6 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> RateRule:
 
 
 def _settings(where: str, values: Any) -> dict[str, Any]:
-    """Check the settings of one table."""
     if not isinstance(values, dict):
         raise ConfigError(f"[{where}]: not a table of settings")
     ours = sorted(set(values) & set(_OURS) - ({"max_lr"} if where == "settings" else set()))
@@ -252,10 +251,7 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
 def _list_of(
     table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str, where: str = ""
 ) -> list[Any]:
-    """Return a list of distinct values, in their order; `where`: the name of the table for an error.
-
-    Raises: ConfigError.
-    """
+    """Return a list of distinct values, in their order; `where`: the name of the table for an error."""
     values, key = table.get(key), where + key
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{key}: give a list of {what}")

@@ -252,10 +252,7 @@ def _settings_then(run_dir: Path, log: Log, attempt: int, info: CheckpointInfo) 
 
 
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
-    """Reject a range of steps within which a resume changed settings that training depends on.
-
-    Raises: ConfigError.
-    """
+    """Reject a range of steps within which a resume changed settings that training depends on."""
     config = history.read_config(run_dir)
     by_attempt = {event["attempt"]: event for event in log.of_kind("resume")}
     attempts = [event["attempt"] for event in events.values()]

@@ -122,10 +122,7 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
 
 
 def _placed(request: RunRequest, name: str, seed: int, out: Path) -> RunRequest:
-    """Return the request of one run, which continues where an earlier process stopped.
-
-    Raises: ConfigError if there is no such --init_from.
-    """
+    """Return the request of one run, which continues where an earlier process stopped."""
     own = {"seed": seed, "checkpoint_dir": str(out), "run_name": name}
     begin = request.config.init.init_from
     # Its name is that of a run among the others, and `out` is where this one lies.
@@ -271,7 +268,6 @@ class _Trainers:
     """The running trainer processes, one per slot; none starts after one has failed or all were told to stop."""
 
     def __init__(self, environments: Sequence[dict[str, str]]) -> None:
-        """`environments`: the environment variables of each slot."""
         self._running: list[subprocess.Popen[str]] = []
         self._stopping = threading.Event()
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
@@ -280,10 +276,7 @@ class _Trainers:
 
     @contextlib.contextmanager
     def slot(self, run: SeedRun) -> Iterator[dict[str, str]]:
-        """Wait for a free slot and hold it; yield its environment variables.
-
-        Raises: CheckError if no further run may start.
-        """
+        """Wait for a free slot and hold it; yield its environment variables."""
         environment = self._free.get()
         try:
             if self._stopping.is_set():
@@ -296,7 +289,6 @@ class _Trainers:
             self._free.put(environment)
 
     def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
-        """Train in a fresh process; return its exit code and what it wrote to stderr."""
         run.write_settings()
         trainer = subprocess.Popen(
             [sys.executable, *paths.trainer("train"), *run.trainer_words()],
@@ -346,10 +338,7 @@ def _run_one(
 
 
 def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
-    """Return the environment variables of each job: a GPU of its own, or its share of the cores.
-
-    Raises: ConfigError if there are fewer GPUs than jobs.
-    """
+    """Return the environment variables of each job: a GPU of its own, or its share of the cores."""
     if jobs == 1:
         return [{}]
     gpus = [] if on_cpu else visible_gpus()

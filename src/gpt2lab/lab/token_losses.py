@@ -177,7 +177,6 @@ def find_token_losses(name: str, checkpoint_dir: Path) -> TokenLosses:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Return the folders in which token losses of a name may lie, the best first."""
     of_run = run_and_step(folder)
     if of_run is None:
         return [folder]

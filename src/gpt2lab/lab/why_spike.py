@@ -326,7 +326,6 @@ def explain(
 
 
 def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sample]:
-    """Return where samples of a step are from, and what is unusual about them."""
     documents = tokens.documents()
     samples = {}
     for number in numbers:
@@ -343,10 +342,7 @@ def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sampl
 
 
 def _choose(run_dir: Path) -> tuple[int, str]:
-    """Return the step of the largest spike and why it is that one.
-
-    Raises: ConfigError if there is none that can be replayed.
-    """
+    """Return the step of the largest spike and why it is that one."""
     infos = catalog.list_checkpoints(run_dir)[0]
     if not infos:
         raise ConfigError(f"{paths.display_path(run_dir)}: no checkpoint to replay from")
@@ -373,7 +369,6 @@ def _largest_first(value: float, known_by: float) -> tuple[bool, float]:
 
 
 def _excerpt(text: str) -> str:
-    """Return the beginning and the end of a text on one line, with control characters escaped."""
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
     return printable(text)

@@ -201,7 +201,6 @@ def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
 def _longest(
     predictor: Predictor, found: Estimate, profile: Profile, window: Window
 ) -> Estimate | None:
-    """Estimate the same run with as many steps as fit the window; None if not even one does."""
     steps = steps_that_fit(found.job, window, lambda job: predictor.predict(job, profile))
     return predictor.predict(found.job.with_steps(steps), profile) if steps else None
 
@@ -235,7 +234,6 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
 def _on_cards(
     predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
 ) -> Estimate | None:
-    """Estimate the same run on `count` cards of a kind, None if that is not possible."""
     try:
         on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
         return predictor.predict(found.job.with_world_size(count), profile, on=on)
@@ -257,7 +255,6 @@ def _more_cards(
 def _other_card(
     predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
 ) -> list[str]:
-    """Return the cheapest other card that fits the window."""
     fitting = []
     for other in predictor.hardware.gpus.values():
         there = _on_cards(predictor, found, profile, other, found.job.world_size)

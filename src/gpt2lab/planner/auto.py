@@ -258,9 +258,6 @@ def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any
     """Return the preset's mini batch and activation checkpointing, as far as nobody typed them.
 
     Says on stderr what to expect of the preset's cards, and how this machine differs from them.
-
-    Raises: ConfigError if the preset is for another world size, or the model does not fit its card; NoSourceError if
-        nothing is known of the card.
     """
     if name == "auto":
         detected = detect_hardware(device=job.config.system.device).gpus
@@ -309,10 +306,7 @@ def _on_card(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
 
 
 def _largest_fitting(ways: list[Estimate], name: str) -> Job:
-    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences.
-
-    Raises: ConfigError if not even one sequence fits.
-    """
+    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences."""
     largest = [way.memory.largest_micro_batch or 0 for way in ways]
     job = ways[0].job
     enough = min(_ENOUGH, job.sequences, max(largest))

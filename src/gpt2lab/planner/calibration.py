@@ -256,7 +256,6 @@ def this_machine(
 
 
 def _cpu_prior(hardware: Hardware, threads: int, *, bf16: bool) -> tuple[Rates, str]:
-    """Return the rates of this processor before any run was measured, and their source in words."""
     cores = min(threads, processor.cores())
     speed = cores * machine.core_flops()
     note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
@@ -266,10 +265,7 @@ def _cpu_prior(hardware: Hardware, threads: int, *, bf16: bool) -> tuple[Rates, 
 def _gpu_prior(
     name: str, gpu: Gpu | None, hardware: Hardware, job: Job, *, is_measured: bool
 ) -> tuple[Rates, str]:
-    """Return a GPU's rates before any run like the job was measured, and their source in words.
-
-    Raises: NoSourceError if neither hardware.json nor a measured run knows the GPU.
-    """
+    """Return a GPU's rates before any run like the job was measured, and their source in words."""
     if gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
         rates = timing.roofline(gpu, hardware, compiled=job.compiled)
         return rates, f"hardware.json version {hardware.version}"

@@ -89,7 +89,6 @@ def exposed(
         return 0.0, 0.0
 
     def seconds(kind: Collective, num_bytes: float, message: float) -> float:
-        """Return the time of a collective over `num_bytes` in messages of `message` bytes."""
         return wire_share(kind, world_size=world_size) * num_bytes / link.rate(message)
 
     window = OVERLAP * micro_batch_seconds

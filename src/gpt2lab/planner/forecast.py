@@ -181,10 +181,7 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
 
 
 def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
-    """Add a run's line to the calibration file; a run that is too short adds none.
-
-    Raises: OSError.
-    """
+    """Add a run's line to the calibration file; a run that is too short adds none."""
     facts, settings = read_json(run_dir / "run.json"), read_json(run_dir / "config.json")
     if facts is None or settings is None:
         return

@@ -235,7 +235,6 @@ def ladder_as_json(
 
 
 def _curves(ladder: Ladder, prediction: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return loss and interval over tokens for each size, for the plot."""
     rungs = ladder.fit.rungs
     tokens = [rung.tokens for rung in rungs]
     sizes = {rung.parameters for rung in rungs}

@@ -208,7 +208,6 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """Start counting."""
         self._began = self._read()
 
     def others(self) -> float | None:

@@ -161,10 +161,7 @@ class _Trials:
         self.by_size: dict[int, Trial] = {}
 
     def run(self, size: int) -> Trial:
-        """Return the trial of a mini batch.
-
-        Raises: NoSourceError if it was too short; ConfigError if the trainer fails.
-        """
+        """Return the trial of a mini batch."""
         if size not in self.by_size:
             say(f"trying mini_batch_size {size} ...")
             trial = run_trial(trial_job(self._job, size), self._folder, steps=TRIAL_STEPS)
@@ -177,11 +174,9 @@ class _Trials:
         return self.by_size[size]
 
     def fits(self, size: int) -> bool:
-        """Tell whether a mini batch fits the memory."""
         return not self.run(size).out_of_memory
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
-        """Return tokens/s of those of `sizes` that were tried and fit."""
         return {
             size: trial.tokens_per_second or 0.0
             for size, trial in self.by_size.items()
@@ -347,7 +342,6 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _without_process_group() -> dict[str, str]:
-    """Return the environment without the process group of a launcher."""
     group = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     group |= {"MASTER_ADDR", "MASTER_PORT"}
     others = {name: value for name, value in os.environ.items() if name not in group}

@@ -33,7 +33,6 @@ GIB = 2**30
 
 
 def _row(name: str, value: str, interval: str = "", note: str = "") -> str:
-    """Write one line of the report."""
     return f"{name:<12} {value:<14} {interval:<22} {note}".rstrip()
 
 
@@ -43,7 +42,6 @@ def hours(interval: Interval) -> str:
 
 
 def _title(estimate: Estimate) -> str:
-    """Say what is trained on what."""
     job, T = estimate.job, estimate.job.config.model.context_length
     name = job.config.model.model
     return (
@@ -54,7 +52,6 @@ def _title(estimate: Estimate) -> str:
 
 
 def _source(estimate: Estimate) -> str:
-    """Say where the speed comes from, and how uncertain it is."""
     machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
     source = machine.rates.source
     priors = {
@@ -332,7 +329,6 @@ _HIDDEN: dict[Parallel, str] = {
 
 
 def _communication(found: Estimate, link: str) -> str:
-    """Write what a step sends, and what is assumed to hide it."""
     job, model = found.job, found.job.config.model
     sent = step_bytes(
         model,

@@ -158,7 +158,6 @@ class EstimateRequest(JobFlags):
 
 
 def _given(request: JobFlags) -> list[str]:
-    """Return the names of the flags that are not at their defaults."""
     leaves = dataclasses.fields(request)
     return [leaf.name for leaf in leaves if getattr(request, leaf.name) != leaf.default]
 
@@ -314,10 +313,7 @@ def _check_parallel(request: JobFlags, world_size: int) -> None:
 
 
 def _open_data(request: JobFlags, config: Config) -> tuple[Order | Mixture | None, str | None]:
-    """Return the order of the samples and the fingerprint of --data_dir, None without it.
-
-    Raises: DataError.
-    """
+    """Return the order of the samples and the fingerprint of --data_dir, None without it."""
     if not request.data_dir:
         return None, None
     data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
@@ -333,10 +329,7 @@ def _open_data(request: JobFlags, config: Config) -> tuple[Order | Mixture | Non
 def _length_of(
     request: JobFlags, config: Config, profile: Profile, order: Order | Mixture | None
 ) -> tuple[int, int | None, dict[str, float]]:
-    """Return the steps of the run, the unique tokens of its data if they are known, and how that size was given.
-
-    Raises: ConfigError if the run is shorter than one step, or too long.
-    """
+    """Return the steps of the run, the unique tokens of its data if they are known, and how that size was given."""
     batch, unique = config.batch.total_batch_size, None
     dataset: dict[str, float] = {}
     if order is not None:
@@ -379,7 +372,6 @@ class Predictor:
     """Predicts jobs on the machine of a request: this one, or a card by name."""
 
     def __init__(self, request: JobFlags, known: Hardware) -> None:
-        """Detect this machine's hardware, unless the request names a card."""
         self.request, self.hardware = request, known
         self.gpu = known.gpu(request.gpu) if request.gpu is not None else None
         self.detected = detect_hardware() if self.gpu is None else DetectedHardware(())

@@ -237,7 +237,6 @@ def _dots(places: Sequence[str]) -> str:
 
 
 def _values(line: Line, axis: Axis) -> dict[str, Any]:
-    """Return the values of a line that page.js shows at the pointer."""
     curve = line.curve
     known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
     values: dict[str, Any] = {"name": line.name, "colour": _class_of(line)}

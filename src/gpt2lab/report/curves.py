@@ -210,7 +210,6 @@ class _Places:
         self._hours /= 3600
 
     def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
-        """Return the places of some steps; 0 tokens and hours before the first."""
         x, numbers = np.fromiter(steps, float), self._log.numbers
         tokens, hours = (
             np.interp(x, numbers, column, left=0.0) for column in (self._tokens, self._hours)
@@ -218,13 +217,11 @@ class _Places:
         return {"step": x, "tokens": tokens, "hours": hours}
 
     def spread(self, field: str) -> Curve:
-        """Return values of a field at equal distances, with the first and the last."""
         rows, values = self._known(field)
         chosen = np.array(spread(range(len(values)), _POINTS), int)
         return self._at(rows, chosen, values[chosen])
 
     def trace(self, field: str) -> Trace:
-        """Return a field of every step, raw and smoothed."""
         rows, values = self._known(field)
         sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
         smooth = running_medians(values, even)

@@ -116,7 +116,6 @@ def render(*run_dirs: Path) -> str:
 
 
 def _read(run_dir: Path, name: str) -> Event:
-    """Return what the template needs of one run."""
     config, log = history.read_config(run_dir), history.read_log(run_dir)
     chosen = chosen_in(read_json(run_dir / "config.json") or {})
     status = overview.read_run(run_dir, log)
@@ -161,7 +160,6 @@ def _title(config: Config, log: Log) -> str:
 
 
 def _tiles(log: Log) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the numbers at the top of the page."""
     evals, scores = log.current("eval"), log.current("hellaswag")
     first, newest = log.first_step(), log.last_step()
     tiles = []
@@ -232,7 +230,6 @@ def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
 
 
 def _split_sample(sample: Event, config: Config, log: Log) -> tuple[str, str]:
-    """Return the prompt of a sample and the text that the model generated."""
     prompt = config.eval.sample_prompt  # of the last start; undo the changes of later resumes
     for resume in reversed(log.of_kind("resume")):
         if resume["attempt"] > sample["attempt"]:
@@ -254,7 +251,6 @@ def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
 
 
 def _accuracy(runs: Sequence[Event]) -> Chart | None:
-    """Return the chart of actual numbers in multiples of their forecasts, None if there are none."""
     found = [
         interval
         for what in dict.fromkeys(row.what for run in runs for row in run["forecast"])
@@ -302,7 +298,6 @@ def _verdict(low: float, high: float, actual: float) -> str:
 
 
 def _starts(log: Log, *, is_running: bool) -> list[Event]:
-    """Return a row for each start: time, steps, world size, changes, and how it ended."""
     starts: list[Event] = []
     for begin in log.of_kind("begin"):
         of = [event for event in log.events if event["attempt"] == begin["attempt"]]

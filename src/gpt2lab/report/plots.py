@@ -90,7 +90,6 @@ def draw_table(kind: Table, file: Path, path: Path, view: View) -> None:
 
 
 def _speeds(found: dict[str, Any], view: View) -> Figure:
-    """Draw measured tokens/s as bars, a panel for each model size."""
     sizes = found["tokens_per_second"]
     panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
@@ -149,7 +148,6 @@ def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, floa
 def _draw_differences(
     axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], label: str
 ) -> None:
-    """Draw the difference of each setting to a baseline with its intervals, one row a setting."""
     kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
     for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
         shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
@@ -300,7 +298,6 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Say why a file cannot be drawn."""
     if isinstance(error, OSError):
         return error.strerror or "cannot be read"
     if isinstance(error, KeyError):
@@ -377,6 +374,5 @@ def _draw_panel(axes: Axes, panel: Panel, runs: list[Curves], view: View) -> Non
 
 
 def _draw_measured(axes: Axes, curve: Curve, x: Axis, **style: Any) -> None:
-    """Draw evaluations with their standard errors."""
     line = "-" if len(curve) >= FEWEST_JOINED else "none"
     axes.errorbar(curve.x[x], curve.y, curve.error, marker="o", ms=3, ls=line, **style)

@@ -213,8 +213,6 @@ def _prompts(body: dict[str, Any], completer: Completer, *, is_chat: bool) -> li
 
 
 def _texts_or_ids(prompt: Any, size: int) -> list[str | list[int]]:
-    """Return the prompts of a completion: a text, a list of ids, or a list of one or the other."""
-
     def is_ids(one: Any) -> bool:
         return isinstance(one, list) and all(type(id) is int and 0 <= id < size for id in one)
 
@@ -228,7 +226,6 @@ def _texts_or_ids(prompt: Any, size: int) -> list[str | list[int]]:
 
 
 def _turns(messages: Any) -> tuple[Turn, ...]:
-    """Return the turns of a conversation whose last message is the user's."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise Problem(400, "messages must be a list of objects", param="messages")
     turns = [Turn(_role(one.get("role")), _content(one.get("content"))) for one in messages]
