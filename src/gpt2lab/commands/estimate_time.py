@@ -132,7 +132,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     ]
     document = reports.estimate_as_json(
         found,
-        profile_name=profile.name,
+        profile.name,
         window=window,
         scaling=rows,
         milestones=milestones,

@@ -229,9 +229,9 @@ def blank_report() -> dict[str, Any]:
 
 def estimate_as_json(
     estimate: Estimate,
-    *,
     profile_name: str,
-    window: Window | None,
+    *,
+    window: Window | None = None,
     scaling: Sequence[Mapping[str, Any]] = (),
     milestones: Sequence[Mapping[str, Any]] = (),
     warnings: Sequence[str] = (),
