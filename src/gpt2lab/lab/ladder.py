@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.errors import (
-    CheckError,
-    ConfigError,
-    DataError,
-    NoSourceError,
-    SaveError,
-    system_errors_as,
-)
+from gpt2lab.errors import CheckError, ConfigError, DataError, SaveError, system_errors_as
+from gpt2lab.files import replace_durably
 from gpt2lab.lab.ablation import read_curve
 from gpt2lab.lab.ladder_file import DATA, Family, read_family
 from gpt2lab.lab.seed_runs import (
@@ -32,15 +27,12 @@ from gpt2lab.lab.seed_runs import (
     run_all,
 )
 from gpt2lab.lab.stats import over_seeds
-from gpt2lab.planner import auto, calibration, hardware, ladder
-from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner import auto, ladder
 from gpt2lab.planner.ladder import Ladder
-from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.planner.scaling_law import Rung, fit_law, require_enough
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.folder import holder_of
-from gpt2lab.training.progress import Interval
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -124,7 +116,7 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for name in (run.setting for run in runs):
             start = starts[name]
-            plan, time = start.plan, _time(start, out)
+            plan, expected = start.plan, auto.estimate_here(start)
             found.append(
                 {
                     "name": name,
@@ -136,7 +128,7 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
                     "epochs": plan.epochs,
                     "max_lr": start.config.optim.max_lr,
                     "flops": float(plan.flops_per_token * plan.tokens),
-                    "seconds": None if time is None else asdict(time),
+                    "seconds": expected and asdict(expected.seconds),
                 }
             )
     most = max(row["flops"] for row in found if row["kind"] == "rung")
@@ -161,18 +153,6 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
         "rows": found,
         "warnings": warnings,
     }
-
-
-def _time(start: Start, out: Path) -> Interval | None:
-    """Return how long one run takes on this machine alone; None if the machine is unknown."""
-    known = hardware.load()
-    detected = detect_hardware(device=start.config.system.device)
-    job = auto.job_on(detected, start.config, start.plan, start.data.tokens("train"))
-    try:
-        on, ratios = calibration.this_machine(detected, known, calibration.read(out), job)
-    except NoSourceError:
-        return None
-    return estimate(job, on, known, ratios=ratios).seconds
 
 
 def _sum_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
@@ -339,7 +319,8 @@ def ladder_results(family: Family, out: Path) -> dict[str, Any]:
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     with system_errors_as(SaveError, out, fix="choose another --out"):
-        ladder.write_ladder(out, document)
+        text = json.dumps(document, indent=1, allow_nan=False)
+        replace_durably(out / ladder.FILE, text + "\n")
     return document
 
 

@@ -42,17 +42,9 @@ def scaling(
     rows, one = [], None
     for count in counts:
         nodes = request.nodes if count == job.world_size else 1
-        try:
-            on = named(
-                predictor.gpu,
-                predictor.hardware,
-                gpus=count,
-                compiled=job.compiled,
-                nodes=nodes,
-                interconnect=request.interconnect if nodes > 1 or request.nodes == 1 else None,
-            )
-            there = predictor.predict(job.with_world_size(count), profile, on=on)
-        except ConfigError:
+        link = request.interconnect if nodes > 1 or request.nodes == 1 else None
+        where = {"nodes": nodes, "interconnect": link}
+        if (there := _on_cards(predictor, found, profile, predictor.gpu, count, **where)) is None:
             continue
         one = there.step.value if count == 1 else one
         rows.append(
@@ -139,11 +131,8 @@ def _rows(
 
     Models and profiles train on as many tokens as fit the window, unless the length was asked for.
     """
-    request, known, all_profiles = (
-        predictor.request,
-        predictor.hardware,
-        profiles(predictor.hardware),
-    )
+    request, known = predictor.request, predictor.hardware
+    all_profiles = profiles(known)
     others: dict[str, dict[str, Any]]
     if what == "gpus":
         others = {gpu: {"gpu": gpu, "gpus": request.gpus or 1} for gpu in known.gpus}
@@ -193,7 +182,7 @@ def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
     """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job, profile)
     if found.memory.fits is False and found.memory.largest_micro_batch:
-        smaller = job.with_micro_batch(found.memory.largest_micro_batch)
+        smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
         return predictor.predict(smaller, profile)
     return found
 
@@ -232,10 +221,10 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
 
 
 def _on_cards(
-    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int, **where: Any
 ) -> Estimate | None:
     try:
-        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
+        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled, **where)
         return predictor.predict(found.job.with_world_size(count), profile, on=on)
     except ConfigError:
         return None
@@ -277,7 +266,7 @@ def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> l
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
-    job, fitting, needed = found.job.with_micro_batch(1), [], 0.0
+    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
     for gpu in known.gpus.values():
         need = device_memory(
             job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes

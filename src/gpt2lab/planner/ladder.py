@@ -28,7 +28,6 @@ from gpt2lab.files import (
     JsonFile,
     create_durably,
     list_of,
-    replace_durably,
 )
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit_law
@@ -43,9 +42,8 @@ _PREDICTED = {
     **{"written": TEXT, "time": NUMBER, "inputs_sha256": TEXT, "parameters": SIZE, "tokens": SIZE},
     **{"seeds": SIZE, "loss": OBJECT},
 }
-_FAR = (
-    10.0  # times the compute of the most expensive rung, from which a loss is said to be far away
-)
+# Times the compute of the most expensive rung, from which a loss is said to be far away.
+_FAR = 10.0
 
 
 @dataclass(frozen=True)
@@ -248,11 +246,3 @@ def _curves(ladder: Ladder, prediction: Mapping[str, Any] | None) -> list[dict[s
         band = {key: [getattr(one, key) for one in points] for key in ("value", "low", "high")}
         curves.append({"parameters": size, "tokens": [round(at) for at in places], **band})
     return curves
-
-
-def write_ladder(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write `ladder.json`.
-
-    Raises: OSError.
-    """
-    replace_durably(folder / FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")

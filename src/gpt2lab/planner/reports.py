@@ -19,13 +19,11 @@ from gpt2lab.planner.estimate import (
     LOSS_FORMULA,
     Cost,
     Estimate,
-    MemoryNeed,
     Window,
     loss_of,
     verdict,
 )
 from gpt2lab.planner.hardware import Hardware
-from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.timing import KINDS, MUON_ROUNDS, muon_flops
 from gpt2lab.training.progress import Z80, Interval
 
@@ -237,7 +235,8 @@ def estimate_as_json(
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the object for one estimate."""
-    job = estimate.job
+    job, need, hours = estimate.job, estimate.memory, estimate.seconds.scaled(1 / 3600)
+    judged = verdict(estimate, window) if window else None
     return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
         "profile_name": profile_name,
@@ -246,52 +245,43 @@ def estimate_as_json(
             "gradient_accumulation_steps": job.accumulation,
             "max_length": job.config.model.context_length,
             "estimated_throughput": estimate.throughput.value,
-            "memory_usage_gb": estimate.memory.needed / 1e9,
-            "largest_batch_size": estimate.memory.largest_micro_batch,
+            "memory_usage_gb": need.needed / 1e9,
+            "largest_batch_size": need.largest_micro_batch,
             "processes": job.world_size,
             "machine": estimate.machine.title,
             "dtype": job.dtype,
             "compile": job.compiled,
         },
-        "estimate": _hours_as_json(estimate, window),
+        "estimate": {
+            "total_steps": job.max_steps,
+            "estimated_hours": hours.value,
+            "fits_in_window": None if judged is None else judged == "fits",
+            "verdict": judged,
+            "low_hours": hours.low,
+            "high_hours": hours.high,
+            "sigma_log": estimate.sigma,
+            "step_seconds": asdict(estimate.step),
+            "safety_margin_hours": window.margin / 3600 if window else None,
+        },
         "dataset_info": dict(job.dataset)
         | {"epochs": job.epochs, "training_tokens": job.tokens}
         | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)
         | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
         "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},
-        "memory": _memory_as_json(estimate.memory),
+        "memory": {
+            **asdict(need.tensors),
+            "context": need.overhead,
+            "total": need.needed,
+            "available": need.available,
+            "fits": need.fits,
+        },
         "scaling": list(scaling),
         "milestones": list(milestones),
         "cost": _cost_as_json(estimate.cost),
         "loss": _loss_as_json(estimate),
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
-    }
-
-
-def _hours_as_json(estimate: Estimate, window: Window | None) -> dict[str, Any]:
-    hours, judged = estimate.seconds.scaled(1 / 3600), verdict(estimate, window) if window else None
-    return {
-        "total_steps": estimate.job.max_steps,
-        "estimated_hours": hours.value,
-        "fits_in_window": None if judged is None else judged == "fits",
-        "verdict": judged,
-        "low_hours": hours.low,
-        "high_hours": hours.high,
-        "sigma_log": estimate.sigma,
-        "step_seconds": asdict(estimate.step),
-        "safety_margin_hours": window.margin / 3600 if window else None,
-    }
-
-
-def _memory_as_json(need: MemoryNeed) -> dict[str, Any]:
-    return {part: getattr(need.tensors, part) for part in PARTS} | {
-        "context": need.overhead,
-        "total": need.needed,
-        "available": need.available,
-        "fits": need.fits,
-        "peak_at": need.tensors.peak_at,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,12 +245,11 @@ def start_of(request: EstimateRequest, now: float) -> float:
 
 
 def _moment(name: str, text: str) -> float:
-    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
-        try:
-            return time.mktime(time.strptime(text, form))
-        except (ValueError, OverflowError):
-            continue
-    raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        why = "is neither a span (12h) nor a time (2026-12-24 18:00)"
+        raise ConfigError(f"--{name} {text!r} {why}") from None
 
 
 # -- the job ---------------------------------------------------------------------------------------------------------

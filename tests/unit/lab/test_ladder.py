@@ -330,7 +330,7 @@ def folder(tmp_path: Path) -> Path:
     found = small_ladder(**results.shared_settings(modern.config))
     names = [f"r{i}" for i in range(9)]
     document = results.ladder_as_json(found, names=names, rates=[], prediction=None, scored=None)
-    results.write_ladder(tmp_path / "mine", document)
+    (tmp_path / "mine" / "ladder.json").write_text(json.dumps(document))
     return tmp_path
 
 
