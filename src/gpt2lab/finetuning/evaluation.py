@@ -30,13 +30,7 @@ class AnswerLoss:
     """The validation loss of the held-out rows, or of as many as `val_tokens` allows, evenly spaced."""
 
     def __init__(
-        self,
-        rows: Rows,
-        *,
-        val_tokens: int,
-        batch_size: int,
-        strategy: Strategy,
-        runtime: Runtime,
+        self, rows: Rows, *, val_tokens: int, batch_size: int, strategy: Strategy, runtime: Runtime
     ) -> None:
         self._batch_size, self._strategy, self._runtime = batch_size, strategy, runtime
         self._hidden = strategy.for_evaluation(hidden_of_rows, batch_size=batch_size)

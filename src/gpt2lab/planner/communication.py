@@ -16,11 +16,7 @@ from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.config.schema import ModelConfig, Parallel
-from gpt2lab.model.counts import (
-    count_block_matrices,
-    count_block_parameters,
-    count_parameters,
-)
+from gpt2lab.model.counts import count_block_matrices, count_block_parameters, count_parameters
 from gpt2lab.planner.hardware import Link
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]

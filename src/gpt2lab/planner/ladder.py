@@ -20,15 +20,7 @@ from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import OPTIONS
 from gpt2lab.errors import CheckError, ConfigError
-from gpt2lab.files import (
-    NUMBER,
-    OBJECT,
-    SIZE,
-    TEXT,
-    JsonFile,
-    create_durably,
-    list_of,
-)
+from gpt2lab.files import NUMBER, OBJECT, SIZE, TEXT, JsonFile, create_durably, list_of
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit_law
 from gpt2lab.training.progress import Interval

@@ -342,11 +342,7 @@ class Reply:
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         read, drawn = sum(map(len, self.wanted.prompts)), sum(len(one.ids) for one in choices)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
-        }
+        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def _choice(choice: Choice, text: dict[str, Any], finish: str | None) -> dict[str, Any]:
