@@ -230,12 +230,14 @@ def read_curve(run_dir: Path) -> Curve:
     )
 
 
-def reach(curve: Curve, target: float) -> tuple[float, float] | None:
-    """Return (tokens, seconds) at which a curve first reaches a loss, None if it never does.
+def reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
+    """Return (tokens, seconds) at which a curve first reaches a loss; None if it never does, or if one is unknown.
 
     The loss is interpolated linearly between evaluations; nothing is known before the first one, so a target above the
     first loss counts as reached there.
     """
+    if curve is None or target is None:
+        return None
     for index, loss in enumerate(curve.losses):
         if loss > target:
             continue
@@ -284,7 +286,7 @@ def compare(
     targets = [
         target if target is not None or curve is None else curve.losses[-1] for curve in baseline
     ]
-    base = [_reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
+    base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
     if target is None:  # its last loss, which it may have touched before by chance
         base = [(float(c.tokens[-1]), c.seconds[-1]) if c else None for c in baseline]
     whole = finished(baseline)
@@ -296,7 +298,7 @@ def compare(
             continue
         found = base
         if of_seeds is not baseline:
-            found = [_reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
+            found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
         is_equal = whole is not None and own[0].tokens[-1] == whole[0].tokens[-1]
         tokens, tokens_ratio = _over_reached(found, base, unit=0)
         seconds, seconds_ratio = _over_reached(found, base, unit=1)
@@ -332,10 +334,6 @@ def _over_reached(
         over_seeds(reached) if len(reached) == len(found) else None,
         over_seeds(ratios) if len(ratios) == len(found) else None,
     )
-
-
-def _reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
-    return None if curve is None or target is None else reach(curve, target)
 
 
 def differences_of(own: Sequence[Curve], baseline: Sequence[Curve]) -> list[float]:
@@ -382,11 +380,6 @@ def _show(found: OverSeeds | None, form: str) -> str:
     return form.format(found.mean) + (f" ± {form.format(half).lstrip('+')}" if half else "")
 
 
-def _last_results(run_dir: Path) -> Results | None:
-    path = file_of_step(run_dir, "validation", max(history.read_log(run_dir).current("eval")))
-    return read_results(path) if path.exists() else None
-
-
 def find_comparisons(
     runs: Sequence[SeedRun],
     with_diverged: Mapping[str, Sequence[Curve | None]],
@@ -403,8 +396,10 @@ def find_comparisons(
     if baseline not in curves:
         return []
     kept: dict[str, list[Results | None]] = {}
-    for run in runs:
-        kept.setdefault(run.setting, []).append(_last_results(run.folder))
+    for run in runs:  # their last validation losses by document
+        last = max(history.read_log(run.folder).current("eval"))
+        path = file_of_step(run.folder, "validation", last)
+        kept.setdefault(run.setting, []).append(read_results(path) if path.exists() else None)
     differences: dict[str, list[float]] = {}
     units: dict[str, OverUnits | None] = {}
     for name in others:

@@ -78,9 +78,7 @@ class Family:
     file: str  # as it was given, or the family's name
     name: str
     seeds: tuple[int, ...]
-    rungs: Mapping[
-        str, dict[str, Any]
-    ]  # {name: settings} in the order of the file, without the top
+    rungs: Mapping[str, dict[str, Any]]  # settings by name, in the order of the file; not the top
     top: tuple[str, dict[str, Any]] | None
     rate: RateRule | None
 
@@ -89,14 +87,14 @@ class Family:
 
         Raises: ConfigError.
         """
-        return self._runs({name: (values, 1.0) for name, values in self.rungs.items()}, out)
+        return self._runs(self.rungs, out)
 
     def top_runs(self, out: Path) -> list[SeedRun]:
         """Return the runs of the top rung, [] if the file has none.
 
         Raises: ConfigError.
         """
-        return self._runs({self.top[0]: (self.top[1], 1.0)}, out) if self.top else []
+        return self._runs(dict([self.top]), out) if self.top else []
 
     def rate_runs(self, out: Path) -> dict[str, dict[float, list[SeedRun]]]:
         """Return {checked rung: {factor of the rule's rate: its runs}}.
@@ -107,14 +105,16 @@ class Family:
             return {}
         return {
             name: {
-                factor: self._runs({f"{name}_x{factor:g}": (self.rungs[name], factor)}, out)
+                factor: self._runs({f"{name}_x{factor:g}": self.rungs[name]}, out, factor)
                 for factor in self.rate.factors
             }
             for name in self.rate.check
         }
 
-    def _runs(self, rungs: dict[str, tuple[dict[str, Any], float]], out: Path) -> list[SeedRun]:
-        settings = {name: Setting(self.request(*rung)) for name, rung in rungs.items()}
+    def _runs(
+        self, rungs: Mapping[str, dict[str, Any]], out: Path, factor: float = 1.0
+    ) -> list[SeedRun]:
+        settings = {name: Setting(self.request(own, factor)) for name, own in rungs.items()}
         return plan_runs(settings, seeds=self.seeds, out=out)
 
     def request(self, values: dict[str, Any], factor: float) -> RunRequest:
@@ -146,9 +146,7 @@ def read_family(what: str) -> Family:
         return _family(what, path.stem, tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # not UTF-8, not TOML
-        raise ConfigError(f"{path}: {error}") from None
-    except GPT2LabError as error:
+    except (ValueError, GPT2LabError) as error:  # not UTF-8, not TOML, not a ladder
         raise ConfigError(f"{path}: {error}") from None
 
 

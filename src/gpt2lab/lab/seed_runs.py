@@ -23,6 +23,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import (
     CheckError,
     ConfigError,
@@ -50,9 +51,8 @@ class Setting:
     """What the trainer is asked for, seed and folder apart."""
 
     request: RunRequest
-    flags: tuple[
-        str, ...
-    ] = ()  # of the trainer, which a settings file cannot hold, such as --preset 1xa100
+    # Of the trainer, which a settings file cannot hold, such as --preset 1xa100.
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -357,11 +357,8 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return []
-    return [str(number) for number, line in enumerate(found.splitlines()) if line.startswith("GPU")]
+    listed = enumerate(smi("-L").splitlines())
+    return [str(number) for number, line in listed if line.startswith("GPU")]
 
 
 def progress(runs: Sequence[SeedRun]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,10 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD
 from gpt2lab.training.recipe import Recipe
 
-FEWEST_BEFORE = (
-    8  # steps before one that may be a spike; the trainer waits for more, because it acts
-)
+FEWEST_BEFORE = 8  # steps before one that may be a spike; the trainer, which acts, waits for more
 _LONGEST_CYCLE = 16  # tokens
 _HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of an excerpt, rows of the table
-_LITTLE = (
-    0.8  # if more of the norm is left without the worst sample, that sample does not explain it
-)
+_LITTLE = 0.8  # of the norm: if more is left without the worst sample, that does not explain it
 
 
 @dataclass(frozen=True)
@@ -72,12 +67,17 @@ def contributions(replay: Replay) -> list[Contribution]:
 
     _, norm = replay.measure(batch, look=keep)
     seed = fold_seed(replay.start.config.data.seed, replay.state.step + 1)
+    compiled = replay.start.config.system.compile == "on"
     found: list[Contribution] = []
     for micro in counted(batch.micro_batches, "micro-batches"):
         for row in range(len(micro.tokens)):
             one = slice(row, row + 1)
             torch.manual_seed(fold_seed(seed, micro.index))
-            with _uncompiled(replay), components.strategy.autocast():
+            # Compiled, a single row would recompile the model for its shape.
+            eager = (
+                torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+            )
+            with eager, components.strategy.autocast():
                 loss = components.trained.forward(micro.tokens[one], micro.targets[one])
             (loss / batch.num_targets).backward()
             pairs = [
@@ -97,13 +97,6 @@ def contributions(replay: Replay) -> list[Contribution]:
                 )
             )
     return found
-
-
-def _uncompiled(replay: Replay) -> AbstractContextManager[None]:
-    """Return a context without compilation: a single row would recompile the model for its shape."""
-    if replay.start.config.system.compile == "on":
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
 
 
 def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
@@ -141,7 +134,8 @@ def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -
     end = None if tokenizer is None else tokenizer.end_of_text
     run, token = longest_run(ids)
     if run >= max(16, len(ids) // 8):
-        what = "end of text" if token == end else _token(token, tokenizer)
+        what = f"id {token}" if tokenizer is None else f"id {token}, {tokenizer.decode([token])!r}"
+        what = "end of text" if token == end else what
         found.append(f"repetition of one token ({what}), {run:,} times")
     else:
         length, period = longest_cycle(ids)
@@ -195,10 +189,6 @@ def rare_shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:
         used[np.unique(row)] += 1
     shares = (used[rows] == 1).mean(axis=1)
     return float(shares[0]), float(np.median(shares[1:])) if len(others) else 1.0
-
-
-def _token(token: int, tokenizer: Tokenizer | None) -> str:
-    return f"id {token}" if tokenizer is None else f"id {token}, {tokenizer.decode([token])!r}"
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -268,7 +258,13 @@ class SpikeReport:
             lines.append(f"sample {number:,}: {sample.place}{which}")
             if sample.text is not None:
                 lines.append(f"  {sample.text}")
-        lines += [self._describe_without(one) for one in self.without]
+        for one in self.without:
+            patterns = "; ".join(self.samples[one.sample].patterns)
+            lines.append(
+                f"without sample {one.sample:,}{f' ({patterns})' if patterns else ''} the norm is "
+                f"{_number(one.grad_norm, '.3g')} instead of {_number(self.grad_norm, '.3g')}, "
+                f"the loss {_number(one.loss)} instead of {loss}"
+            )
         if len(self.parts) > 1 and not _has_finite(self.parts):
             lines.append(
                 "no sample of the step has a finite loss, so the weights before it are the cause, not a sample"
@@ -277,13 +273,6 @@ class SpikeReport:
         if math.isfinite(self.grad_norm) and left > _LITTLE * self.grad_norm:
             lines.append("no single sample explains this norm")
         return "\n".join(lines)
-
-    def _describe_without(self, one: WithoutSample) -> str:
-        said = "; ".join(self.samples[one.sample].patterns)
-        return (
-            f"without sample {one.sample:,}{f' ({said})' if said else ''} the norm is {_number(one.grad_norm, '.3g')} "
-            f"instead of {_number(self.grad_norm, '.3g')}, the loss {_number(one.loss)} instead of {_number(self.loss)}"
-        )
 
 
 def explain(
