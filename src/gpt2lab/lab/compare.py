@@ -124,12 +124,9 @@ def _by_what(found: list[Results]) -> dict[str, Results]:
 def _difference(metric: str, a: Results, b: Results) -> Difference:
     of_a, of_b = a.per_unit[metric], b.per_unit[metric]
     found = estimate_mean(of_b - of_a, a.weights, a.strata)
-    right_or_wrong = set(np.unique([of_a, of_b])) <= {0.0, 1.0}
-    p = (
-        p_of_equal_accuracy(of_a, of_b)
-        if right_or_wrong
-        else p_of_zero_mean(of_b - of_a, a.weights, a.strata)
-    )
+    p = p_of_zero_mean(of_b - of_a, a.weights, a.strata)
+    if set(np.unique([of_a, of_b])) <= {0.0, 1.0}:  # right or wrong
+        p = p_of_equal_accuracy(of_a, of_b)
     return Difference(
         metric=name_of(a, metric),
         unit=a.unit,

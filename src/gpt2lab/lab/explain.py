@@ -318,9 +318,9 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
     mean, mean_se, _ = at(means.mean)
     part, part_se, part_degrees = at(means.part)
     excess, excess_se, excess_degrees = at(means.excess)
-    half = (
-        float(t_half_width(part_se, part_degrees)) if part_degrees >= _LEAST_DEGREES else math.nan
-    )
+    half = math.nan
+    if part_degrees >= _LEAST_DEGREES:
+        half = float(t_half_width(part_se, part_degrees))
     can_test = tests > 0 and excess_se > 0 and excess_degrees >= _LEAST_DEGREES
     p = float(t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
     return Group(

@@ -144,23 +144,19 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
                 f"the top rung has {times:.1f} x the FLOPs of the most expensive rung; "
                 f"a test of the law needs at least {_TOP_FLOPS:g} x"
             )
+    seconds = None
+    if all(row["seconds"] for row in found):  # the errors are fully correlated: bounds add up, too
+        keys = ("value", "low", "high")
+        seconds = {key: sum(row["seeds"] * row["seconds"][key] for row in found) for key in keys}
     return {
         "name": family.name,
         "folder": str(out),
         "runs": sum(row["seeds"] for row in found),
         "flops": sum(row["seeds"] * row["flops"] for row in found),
-        "seconds": _sum_of(found),
+        "seconds": seconds,
         "rows": found,
         "warnings": warnings,
     }
-
-
-def _sum_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Add up seconds whose errors are fully correlated, so that their bounds add up as well."""
-    if any(row["seconds"] is None for row in rows):
-        return None
-    keys = ("value", "low", "high")
-    return {key: sum(row["seeds"] * row["seconds"][key] for row in rows) for key in keys}
 
 
 def describe_plan(document: Mapping[str, Any]) -> str:
@@ -364,6 +360,11 @@ def describe_results(document: Mapping[str, Any]) -> str:
                 *(fmt.number(spread), f"{row['fitted']:.4f}", f"{row['fitted'] / own - 1:+.2%}"),
             ]
         )
+    best = ("parameters", "tokens", "loss")
+    frontier = [
+        [f"{row['flops']:.2e}", *(_interval(row[key], 3) for key in best)]
+        for row in document["frontier"]
+    ]
     head = ["rung", "parameters", "tokens", "val loss", "sd of seeds", "law", "off by"]
     law, seeds = document["law"], document["seed_spread"]
     lines = [
@@ -372,25 +373,12 @@ def describe_results(document: Mapping[str, Any]) -> str:
         "L = E + A/N^alpha + B/D^beta, nats/token: "
         + ", ".join(f"{name} {value:.4g}" for name, value in law.items()),
         *(f"  {name:<6} {_interval(at, 3)}" for name, at in document["law_intervals"].items()),
-        *(
-            ["E is near 0: these rungs do not determine the irreducible loss"]
-            if law["E"] < 0.01
-            else []
-        ),
+        *["E is near 0: these rungs do not determine the irreducible loss"] * (law["E"] < 0.01),
         f"standard deviations: {'n/a' if seeds is None else f'{seeds:.2%}'} over the seeds of a rung, and another "
         f"{document['misfit']:.2%} of the rungs from the law",
         "",
         "compute-optimal, by 6 N D",
-        fmt.table(
-            ["FLOPs", "parameters", "tokens", "loss"],
-            [
-                [
-                    f"{row['flops']:.2e}",
-                    *(_interval(row[key], 3) for key in ("parameters", "tokens", "loss")),
-                ]
-                for row in document["frontier"]
-            ],
-        ),
+        fmt.table(["FLOPs", *best], frontier),
     ]
     lines += [_describe_rate(row) for row in document["rates"]]
     if document["prediction"] is not None:

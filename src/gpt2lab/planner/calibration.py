@@ -108,13 +108,9 @@ def _event_ratios(
 
     `token_seconds`: of training on one token, on one rank.
     """
+    timed = [e for e in log.events if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0]
     evals, scored, saves = (
-        [
-            e
-            for e in log.of_kind(kind)
-            if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0
-        ]
-        for kind in ("eval", "hellaswag", "checkpoint")
+        [e for e in timed if e["event"] == kind] for kind in ("eval", "hellaswag", "checkpoint")
     )
     texts = 2 if config.get("hellaswag_metrics", "all") == "all" else 1
     measured = {
@@ -226,9 +222,15 @@ def this_machine(
     used = (threads or _threads(world_size)) if on_cpu else None
     kind = MachineKind(name, world_size, used, job.dtype, job.compiled, job.parallel)
     if on_cpu:
-        prior, note = _cpu_prior(
-            hardware, used or 1, bf16=job.dtype == "bf16" and detected.native_bf16
+        cores, bf16 = (
+            min(used or 1, processor.cores()),
+            job.dtype == "bf16" and detected.native_bf16,
         )
+        speed = cores * machine.core_flops()
+        note = (
+            f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
+        )
+        prior = timing.processor(speed, hardware, bf16=bf16)
     else:
         is_measured = any(record.get("device") == name for record in records)
         prior, note = _gpu_prior(name, gpu, hardware, job, is_measured=is_measured)
@@ -253,13 +255,6 @@ def this_machine(
         ),
         ratios,
     )
-
-
-def _cpu_prior(hardware: Hardware, threads: int, *, bf16: bool) -> tuple[Rates, str]:
-    cores = min(threads, processor.cores())
-    speed = cores * machine.core_flops()
-    note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
-    return timing.processor(speed, hardware, bf16=bf16), note
 
 
 def _gpu_prior(

@@ -46,6 +46,9 @@ STEP_SECONDS = 4.0  # longest step of a size that a search tries beyond the smal
 _LIMIT_SECONDS = 600.0  # of a trial for all but its steps: start, compilation, the save at the end
 _STOP_FILE = "STOP"  # ends a run after its step (training/control.py)
 _POLL_SECONDS = 0.5  # between looks at a trial
+# What a launcher tells its processes: a trial is not one of them.
+_LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+_LAUNCHED |= {"MASTER_ADDR", "MASTER_PORT"}
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -307,7 +310,11 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
     limit = time.monotonic() + 10 * (seconds or 0.0) + _LIMIT_SECONDS
     first_step, steps = math.inf, 0
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = _without_process_group()
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHED and not name.startswith("TORCHELASTIC")
+    }
     with subprocess.Popen(command, cwd=run_dir.parent, env=environment, **pipes) as process:
         try:
             while True:
@@ -339,13 +346,6 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             place = stack.enter_context(temporary_folder(folder / "measure"))
         yield place
-
-
-def _without_process_group() -> dict[str, str]:
-    group = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
-    group |= {"MASTER_ADDR", "MASTER_PORT"}
-    others = {name: value for name, value in os.environ.items() if name not in group}
-    return {name: value for name, value in others.items() if not name.startswith("TORCHELASTIC")}
 
 
 def data_for(config: Config, place: Path) -> dict[str, tuple[str, ...]]:

@@ -119,7 +119,11 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
         f"speed        {speed}",
     ]
     if remaining.step >= remaining.last_step:
-        return "\n".join([*lines, "remaining    nothing: the run is complete", *_score(remaining)])
+        lines.append("remaining    nothing: the run is complete")
+        actual = (remaining.estimated or {}).get("actual")
+        if isinstance(actual, dict) and actual.get("time_accuracy") is not None:
+            lines.append(f"forecast     {describe_actual(actual)}")
+        return "\n".join(lines)
     if left is None:
         return "\n".join([*lines, "remaining    n/a: the last start has too few steps"])
     lines.append(
@@ -141,13 +145,6 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
     ]
     table = fmt.table(["milestone", "step", "tokens", "when", "80 %"], rows)
     return "\n".join([*lines, "", table])
-
-
-def _score(remaining: Remaining) -> list[str]:
-    actual = (remaining.estimated or {}).get("actual")
-    if not isinstance(actual, dict) or actual.get("time_accuracy") is None:
-        return []
-    return [f"forecast     {describe_actual(actual)}"]
 
 
 def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from gpt2lab.planner.estimate import (
     EVENTS,
     LAW,
     LOSS_FORMULA,
-    Cost,
     Estimate,
     Window,
     loss_of,
@@ -235,7 +234,8 @@ def estimate_as_json(
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the object for one estimate."""
-    job, need, hours = estimate.job, estimate.memory, estimate.seconds.scaled(1 / 3600)
+    job, need, cost = estimate.job, estimate.memory, estimate.cost
+    hours = estimate.seconds.scaled(1 / 3600)
     judged = verdict(estimate, window) if window else None
     return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
@@ -278,24 +278,19 @@ def estimate_as_json(
         },
         "scaling": list(scaling),
         "milestones": list(milestones),
-        "cost": _cost_as_json(estimate.cost),
+        "cost": cost
+        and {
+            "usd": cost.usd.value,
+            "usd_low": cost.usd.low,
+            "usd_high": cost.usd.high,
+            "price_per_gpu_hour": cost.price_per_gpu_hour,
+            "price_source": cost.source,
+            "price_date": cost.date,
+            "kwh": cost.energy_kwh,
+        },
         "loss": _loss_as_json(estimate),
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
-    }
-
-
-def _cost_as_json(cost: Cost | None) -> dict[str, Any] | None:
-    if cost is None:
-        return None
-    return {
-        "usd": cost.usd.value,
-        "usd_low": cost.usd.low,
-        "usd_high": cost.usd.high,
-        "price_per_gpu_hour": cost.price_per_gpu_hour,
-        "price_source": cost.source,
-        "price_date": cost.date,
-        "kwh": cost.energy_kwh,
     }
 
 

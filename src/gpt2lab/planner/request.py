@@ -275,11 +275,23 @@ def job_of(
     if tokenizer := tokenizer_of(read_sources(config.data).folders[0]):
         is_typed = request.vocab_size is not None
         config = fit_vocabulary(config, tokenizer.size, is_typed=is_typed)
-    _check_parallel(request, world_size)
+    if world_size == 1 and request.parallel not in (None, "ddp"):
+        raise ConfigError(
+            f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
+        )
+    if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
     if request.profile is not None:
         config = profile.applied(config, typed=_given(request))
     config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
-    order, fingerprint = _open_data(request, config)
+    order: Order | Mixture | None = None
+    fingerprint: str | None = None
+    if request.data_dir:
+        data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
+        T, fingerprint = config.model.context_length, data.fingerprint
+        order = training_order(
+            data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
+        )
     steps, unique, dataset = _length_of(request, config, profile, order)
     bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
@@ -295,29 +307,6 @@ def job_of(
         order=order,
         data_fingerprint=fingerprint,
     )
-
-
-def _check_parallel(request: JobFlags, world_size: int) -> None:
-    if world_size == 1 and request.parallel not in (None, "ddp"):
-        raise ConfigError(
-            f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
-        )
-    if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
-        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
-
-
-def _open_data(request: JobFlags, config: Config) -> tuple[Order | Mixture | None, str | None]:
-    """Return the order of the samples and the fingerprint of --data_dir, None without it."""
-    if not request.data_dir:
-        return None, None
-    data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
-    order = training_order(
-        data,
-        context_length=config.model.context_length,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-    )
-    return order, data.fingerprint
 
 
 def _length_of(
