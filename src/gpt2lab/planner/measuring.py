@@ -30,7 +30,6 @@ from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, machine
-from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.planner.request import EstimateRequest, Predictor
@@ -84,7 +83,7 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(
-    request: EstimateRequest, predictor: Predictor, profile: Profile
+    request: EstimateRequest, predictor: Predictor
 ) -> tuple[EstimateRequest, dict[str, Any] | None]:
     """Search the mini batch and time this machine, as requested; return the request to answer then, and the search.
 
@@ -92,31 +91,30 @@ def measure(
     """
     search = None
     if request.find_batch_size:
-        job = predictor.job(profile)
+        job = predictor.job()
         search = find_batch_size(
             job,
             request.folder(),
             max_batch=request.max_batch,
             memory_bytes=predictor.detected.free_memory(job.world_size),
-            target=profile.memory_target,
+            target=predictor.profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
-        found = {"mini_batch_size": search["mini_batch_size"]}
-        request = dataclasses.replace(request, **found)
+        request = dataclasses.replace(request, mini_batch_size=search["mini_batch_size"])
         predictor = Predictor(request, predictor.hardware)
     if request.measure:
-        probe(predictor, profile, seconds=request.seconds)
+        probe(predictor, seconds=request.seconds)
     return dataclasses.replace(request, measure=False, find_batch_size=False), search
 
 
-def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
+def probe(predictor: Predictor, *, seconds: float) -> Trial:
     """Train for about `seconds` and add the measured speed to the calibration file.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    job, folder, accumulation = predictor.job(profile), predictor.request.folder(), 1
+    job, folder, accumulation = predictor.job(), predictor.request.folder(), 1
     with contextlib.suppress(NoSourceError):  # an unknown GPU has to be measured
-        micro = predictor.predict(job, profile).step.value / job.accumulation
+        micro = predictor.predict(job).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")
     trial = run_trial(with_accumulation(job, accumulation), folder, seconds=seconds)

@@ -24,7 +24,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
-from gpt2lab.planner.hardware import Hardware, Profile
+from gpt2lab.planner.hardware import Hardware, Profile, find_profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named
@@ -356,6 +356,7 @@ class Predictor:
 
     def __init__(self, request: JobFlags, known: Hardware) -> None:
         self.request, self.hardware = request, known
+        self.profile = find_profile(request.profile, known)
         self.gpu = known.gpu(request.gpu) if request.gpu is not None else None
         self.detected = detect_hardware() if self.gpu is None else DetectedHardware(())
         self.unseen = unseen_gpus() if self.detected.gpus else None  # training would be refused
@@ -369,14 +370,14 @@ class Predictor:
             None if request.ladder is None else find_ladder(request.ladder, request.folder())
         )
 
-    def job(self, profile: Profile) -> Job:
+    def job(self) -> Job:
         """Return the job that the flags describe on this machine.
 
         Raises: ConfigError, DataError.
         """
         return job_of(
             self.request,
-            profile,
+            self.profile,
             world_size=self.world_size,
             is_cpu=self.is_cpu,
             native_bf16=self.gpu is not None or self.detected.native_bf16,
@@ -404,7 +405,7 @@ class Predictor:
             self._machines[kind] = found
         return self._machines[kind]
 
-    def predict(self, job: Job, profile: Profile, *, on: Machine | None = None) -> Estimate:
+    def predict(self, job: Job, *, on: Machine | None = None) -> Estimate:
         """Estimate one job, on another machine than that of the request if given."""
         ratios: dict[str, float] = {}
         if on is None:
@@ -415,7 +416,7 @@ class Predictor:
             self.hardware,
             ratios=ratios,
             price=self.request.price,
-            memory_target=profile.memory_target,
+            memory_target=self.profile.memory_target,
         )
         if self.ladder is None:
             return found

@@ -14,7 +14,7 @@ from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
-from gpt2lab.planner import calibration, hardware, measuring, request, timing
+from gpt2lab.planner import calibration, measuring, request, timing
 from gpt2lab.planner.calibration import MachineKind, this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
@@ -184,10 +184,10 @@ def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatc
     asked = Predictor(EstimateRequest(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
     if verdict == "rejected":
         with pytest.raises(NoSourceError, match="others used 97% of its GPU"):
-            measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
+            measuring.probe(asked, seconds=15)
         assert calibration.read(tmp_path) == []
         return
-    measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
+    measuring.probe(asked, seconds=15)
     (line,) = calibration.read(tmp_path)
     assert line["others"] == busy / 100
     assert ("the interval is wider" in capsys.readouterr().err) == (verdict == "wider")
