@@ -155,16 +155,11 @@ class Job:
         """Return the tensor bytes of a rank at the peak of a step."""
         size = self.micro_batch if micro_batch is None else micro_batch
         return StepMemory(
-            self.config.model,
+            self.config,
             micro_batch=size,
             accumulation=max(1, self.sequences // size),
             dtype=self.dtype,
             world_size=self.world_size,
-            parallel=self.parallel,
-            param_dtype=self.config.system.fsdp_param_dtype,
-            recompute=self.recompute,
-            optimizer=self.config.optim.optimizer,
-            tuning=self.config.tuning,
             fused_head=self.compiled and on_gpu,
         ).peak()
 
