@@ -225,9 +225,7 @@ def _predict(flags: Doctor) -> tuple[Estimate, str]:
     """Return what the planner predicts for the run that the flags describe, and the name of its profile."""
     check_job(flags)
     predictor = Predictor(flags, hardware.load())
-    job = predictor.job()
-    on, _ = predictor.machine_for(job)
-    return predictor.predict(job, on=on), predictor.profile.name
+    return predictor.predict(predictor.job()), predictor.profile.name
 
 
 def _about_memory(found: Estimate) -> str:

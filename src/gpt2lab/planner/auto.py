@@ -129,8 +129,7 @@ def estimate_here(start: Start) -> Estimate | None:
         job = job.with_steps(max(1, start.plan.max_steps - start.checkpoint.step))
     records = calibration.read(start.run_dir.parent)
     with contextlib.suppress(NoSourceError):
-        on, ratios = calibration.this_machine(detected, known, records, job)
-        return estimate(job, on, known, ratios=ratios)
+        return estimate(job, calibration.this_machine(detected, known, records, job), known)
     return None
 
 
@@ -143,7 +142,7 @@ def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) 
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
     known = hardware.load()
-    on, ratios = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
+    on = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed it; "
@@ -152,7 +151,7 @@ def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) 
     steps = steps_that_fit(
         job,
         Window(3600 * hours, _MARGIN * 3600 * hours),
-        lambda other: estimate(other, on, known, ratios=ratios),
+        lambda other: estimate(other, on, known),
         at_most=job.max_steps,
     )
     if steps < 1:

@@ -199,8 +199,8 @@ def this_machine(
     *,
     device: str | None = None,
     threads: int | None = None,
-) -> tuple[Machine, dict[str, float]]:
-    """Return this machine with the best known rates for a job, and the ratios of event costs from its runs.
+) -> Machine:
+    """Return this machine with the best known rates for a job, and what events cost in its runs.
 
     `device`, `threads`: the GPU's name and a rank's threads where the caller (the trainer) knows them.
 
@@ -242,18 +242,16 @@ def this_machine(
     if rates.observations:
         note = f"{rates.observations} measured runs of this machine"
     link = hardware.link(gpu.link) if gpu and gpu.link and world_size > 1 else None
-    return (
-        Machine(
-            title=title,
-            is_cpu=on_cpu,
-            gpu=gpu,
-            world_size=world_size,
-            link=link,
-            memory_bytes=memory,
-            rates=rates,
-            note=note,
-        ),
-        ratios,
+    return Machine(
+        title=title,
+        is_cpu=on_cpu,
+        gpu=gpu,
+        world_size=world_size,
+        link=link,
+        memory_bytes=memory,
+        rates=rates,
+        note=note,
+        ratios=ratios,
     )
 
 

@@ -66,13 +66,12 @@ def estimate(
     machine: Machine,
     hardware: Hardware,
     *,
-    ratios: Mapping[str, float] | None = None,
     price: float | None = None,
     memory_target: float = MEMORY_TARGET,
 ) -> Estimate:
     """Predict a job on a machine; `price`: US dollars for one GPU-hour instead of the listed price."""
     step, sigma, unhidden = step_time(job, machine)
-    costs = event_costs(job, machine, hardware, ratios=ratios)
+    costs = event_costs(job, machine, hardware)
     breakdown = {
         "start": costs.interval("start", 1),
         "compile": costs.interval("compile", 1 if job.compiled else 0),
@@ -198,16 +197,14 @@ class EventCosts:
         return Interval.log_normal(max(self.seconds.get(kind, 0.0) * count, 1e-9), sigma)
 
 
-def event_costs(
-    job: Job, machine: Machine, hardware: Hardware, *, ratios: Mapping[str, float] | None = None
-) -> EventCosts:
+def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
     """Return the cost of start, compilation, evaluations, samples and checkpoints.
 
-    `ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
+    `machine.ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
     on it; hellaswag: the same of one item in one text; checkpoint: bytes a second; sample: relative to reading all
     weights once a token; compile, start: seconds.
     """
-    known, k = dict(ratios or {}), hardware.constants
+    known, k = machine.ratios, hardware.constants
     model, evals = job.config.model, job.config.eval
     training_token = _micro_batch_seconds(job, machine, recomputes=False) / (
         job.micro_batch * model.context_length

@@ -57,7 +57,7 @@ class ForecastExtension(Extension):
         )
         try:
             known = hardware.load()
-            machine, ratios = calibration.this_machine(
+            machine = calibration.this_machine(
                 detect_hardware(device="auto" if on_gpu else "cpu"),
                 known,
                 calibration.read(start.run_dir.parent),
@@ -65,7 +65,7 @@ class ForecastExtension(Extension):
                 device=environment["device"] if on_gpu else None,
                 threads=environment["threads"],
             )
-            found = estimate(job, machine, known, ratios=ratios)
+            found = estimate(job, machine, known)
             document = reports.estimate_as_json(found, hardware.DEFAULT_PROFILE)
             if start.initial is not None:  # not random weights: the scaling law does not apply
                 document["loss"] = None

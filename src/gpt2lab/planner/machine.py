@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt2lab.distributed import processor
@@ -28,6 +29,8 @@ class Machine:
     memory_bytes: float | None  # what one rank may use
     rates: Rates
     note: str | None = None  # why these rates
+    # What events cost in runs of this machine, see `estimate.event_costs`.
+    ratios: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

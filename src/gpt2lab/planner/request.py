@@ -365,7 +365,7 @@ class Predictor:
         self.records = calibration.read(request.folder())
         self.is_cpu = self.gpu is None and self.detected.is_cpu
         self.world_size = request.gpus or max(1, len(self.detected.gpus))
-        self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
+        self._machines: dict[tuple[Any, ...], Machine] = {}
         self.ladder = (
             None if request.ladder is None else find_ladder(request.ladder, request.folder())
         )
@@ -383,8 +383,8 @@ class Predictor:
             native_bf16=self.gpu is not None or self.detected.native_bf16,
         )
 
-    def machine_for(self, job: Job) -> tuple[Machine, dict[str, float]]:
-        """Return the machine with rates for this job's dtype and compilation, and the ratios of its event costs.
+    def machine_for(self, job: Job) -> Machine:
+        """Return the machine with rates for this job's dtype and compilation.
 
         Raises: ConfigError, NoSourceError.
         """
@@ -393,7 +393,7 @@ class Predictor:
             if self.gpu is None:
                 found = calibration.this_machine(self.detected, self.hardware, self.records, job)
             else:
-                on = named(
+                found = named(
                     self.gpu,
                     self.hardware,
                     gpus=job.world_size,
@@ -401,20 +401,15 @@ class Predictor:
                     nodes=self.request.nodes,
                     interconnect=self.request.interconnect,
                 )
-                found = on, {}
             self._machines[kind] = found
         return self._machines[kind]
 
     def predict(self, job: Job, *, on: Machine | None = None) -> Estimate:
         """Estimate one job, on another machine than that of the request if given."""
-        ratios: dict[str, float] = {}
-        if on is None:
-            on, ratios = self.machine_for(job)
         found = estimate(
             job,
-            on,
+            on or self.machine_for(job),
             self.hardware,
-            ratios=ratios,
             price=self.request.price,
             memory_target=self.profile.memory_target,
         )

@@ -144,7 +144,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
         asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
         job = Job(asked, max_steps=10, world_size=1, dtype="bf16", compiled=False)
         a_card = on("H100", compiled=False)
-        costs = event_costs(job, a_card, KNOWN, ratios=line["ratios"])
+        costs = event_costs(job, dataclasses.replace(a_card, ratios=line["ratios"]), KNOWN)
         one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
         training = a_card.rates.seconds((*one[:4], 0.0, one[5])) / job.micro_batch
         expected = 30 * texts * 100 * training / config.model.context_length
@@ -163,7 +163,7 @@ def test_an_unknown_gpu_is_measured_never_guessed():
     with pytest.raises(NoSourceError, match="--measure"):
         this_machine(DetectedHardware((card,)), KNOWN, [], job)
     seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
-    found, _ = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
+    found = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
 
