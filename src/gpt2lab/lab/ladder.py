@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 _TOP_FLOPS = 4.0  # times the most expensive rung: a closer top rung hardly tests the law
 
 
-def open_ladder(file: str, out: Path | None) -> tuple[Family, Path]:
-    """Return a ladder and the folder of its runs.
+def open_ladder(file: str, out: Path | None) -> Family:
+    """Return a ladder; `out`: the folder of its runs.
 
     Raises: ConfigError; DataError if it reads the data of the built-in families and these are not prepared.
     """
-    family = read_family(file)
+    family = read_family(file, out)
     data = paths.from_working_directory(Path(DATA))
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
@@ -54,22 +54,21 @@ def open_ladder(file: str, out: Path | None) -> tuple[Family, Path]:
             f"python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare python-stdlib "
             f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
         )
-    default = paths.runs_folder(None) / family.name
-    return family, paths.from_working_directory(out) if out else default
+    return family
 
 
-def train_ladder(family: Family, out: Path, *, jobs: int, top: bool) -> None:
+def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
     """Train every rung that is not complete. `top`: then predict the top rung, write that down, and train it.
 
     Raises: ConfigError, DataError before anything is trained; CheckError, SavedInterrupt as `run_all`.
     """
-    tops = top_runs_of(family, out) if top else []
-    rungs, checks = family.rung_runs(out), _rate_runs(family, out)
+    tops = top_runs_of(family) if top else []
+    rungs, checks = family.rung_runs(), _rate_runs(family)
     _require_law(first_starts(rungs).values())
     check_runs([*rungs, *checks, *tops])
     run_all([*rungs, *checks], jobs=jobs)
     if tops:
-        say(describe_prediction(predict_top(tops, out, read_and_fit(family, out))))
+        say(describe_prediction(predict_top(family)))
         run_all(tops, jobs=jobs)
 
 
@@ -98,18 +97,18 @@ def _require_law(rungs: Iterable[Start]) -> None:
     require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
 
 
-def _rate_runs(family: Family, out: Path) -> list[SeedRun]:
-    rates = family.rate_runs(out).values()
+def _rate_runs(family: Family) -> list[SeedRun]:
+    rates = family.rate_runs().values()
     return [run for others in rates for runs in others.values() for run in runs]
 
 
-def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
+def plan_ladder(family: Family) -> dict[str, Any]:
     """Return the runs of a ladder with their expected time; start nothing.
 
     Raises: ConfigError, DataError: whatever the trainer would reject, and too few rungs for a law.
     """
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
-    rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
+    rungs, rates, top = family.rung_runs(), _rate_runs(family), family.top_runs()
     starts = first_starts([*rungs, *top]) | {run.setting: fresh_start(run) for run in rates}
     _require_law(starts[run.setting] for run in rungs)
     found: list[dict[str, Any]] = []
@@ -150,7 +149,7 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
         seconds = {key: sum(row["seeds"] * row["seconds"][key] for row in found) for key in keys}
     return {
         "name": family.name,
-        "folder": str(out),
+        "folder": str(family.out),
         "runs": sum(row["seeds"] for row in found),
         "flops": sum(row["seeds"] * row["flops"] for row in found),
         "seconds": seconds,
@@ -191,7 +190,7 @@ def describe_plan(document: Mapping[str, Any]) -> str:
 
 
 def _losses(
-    family: Family, runs: Sequence[SeedRun], out: Path, *, tokens: int, data: str
+    family: Family, runs: Sequence[SeedRun], *, tokens: int, data: str
 ) -> tuple[float, ...]:
     """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on."""
     losses = []
@@ -203,7 +202,7 @@ def _losses(
         except CheckError:  # nothing is measured yet
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
+            again = fmt.command_line(["run", family.file, "--out", paths.display_path(family.out)])
             fix = f"gpt2lab ladder {again}"
             if holder := holder_of(run.folder):
                 fix = f"{holder} is training it; wait for it"
@@ -218,17 +217,17 @@ def _losses(
     return tuple(losses)
 
 
-def read_and_fit(family: Family, out: Path) -> Ladder:
+def read_and_fit(family: Family) -> Ladder:
     """Read the losses of the rungs and fit the law.
 
     Raises: CheckError if one is not complete; ConfigError if they are too few.
     """
-    runs = family.rung_runs(out)
+    runs = family.rung_runs()
     starts = first_starts(runs)
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        losses = _losses(family, own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, own, tokens=plan.tokens, data=start.data.fingerprint)
         rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
@@ -242,21 +241,23 @@ def read_and_fit(family: Family, out: Path) -> Ladder:
     return Ladder(family.name, settings, fit_law(rungs))
 
 
-def top_runs_of(family: Family, out: Path) -> list[SeedRun]:
+def top_runs_of(family: Family) -> list[SeedRun]:
     """Return the runs of the top rung.
 
     Raises: ConfigError if there is none.
     """
-    if runs := family.top_runs(out):
+    if runs := family.top_runs():
         return runs
     raise ConfigError(f"{family.name} has no [top]: give the settings and tokens of a larger run")
 
 
-def predict_top(runs: Sequence[SeedRun], out: Path, found: Ladder) -> dict[str, Any]:
+def predict_top(family: Family) -> dict[str, Any]:
     """Write the prediction of the top rung, unless it exists, and return it.
 
-    Raises: CheckError if the top rung was started without one; SaveError.
+    Raises: ConfigError if there is no top rung; CheckError if it was started without one, or a rung is not complete;
+        SaveError.
     """
+    runs, found, out = top_runs_of(family), read_and_fit(family), family.out
     begun = next((run.name for run in runs if (run.folder).exists()), None)
     if begun is not None and not (out / ladder.PREDICTION).exists():
         raise CheckError(
@@ -268,20 +269,20 @@ def predict_top(runs: Sequence[SeedRun], out: Path, found: Ladder) -> dict[str, 
         return ladder.write_prediction(out, found, point)
 
 
-def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
+def _rates(family: Family, found: Ladder) -> list[dict[str, Any]]:
     """Compare the learning rate of the rule with the others at the checked rungs, seed by seed.
 
     The rule holds if its mean loss is not above the best one by more than half of the 95 % interval of their
     difference; unknown (None) with a single seed.
     """
     rows = []
-    for name, others in family.rate_runs(out).items():
+    for name, others in family.rate_runs().items():
         rung = found.fit.rungs[list(family.rungs).index(name)]
         losses = {1.0: rung.losses}
         try:
             for factor, runs in others.items():
                 data = found.settings["data"]
-                losses[factor] = _losses(family, runs, out, tokens=rung.tokens, data=data)
+                losses[factor] = _losses(family, runs, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -301,16 +302,16 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
     return rows
 
 
-def ladder_results(family: Family, out: Path) -> dict[str, Any]:
+def ladder_results(family: Family) -> dict[str, Any]:
     """Fit the law, score the prediction if the top rung is complete, and write ladder.json.
 
     Raises: CheckError if a rung is not complete, or the top rung was started before its prediction; SaveError.
     """
-    found = read_and_fit(family, out)
+    found, out = read_and_fit(family), family.out
     prediction, scored = ladder.read_prediction(out), None
     if prediction is not None and family.top is not None:
-        scored = _score(family, out, prediction)
-    rates = _rates(family, out, found)
+        scored = _score(family, prediction)
+    rates = _rates(family, found)
     document = ladder.ladder_as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
@@ -320,13 +321,13 @@ def ladder_results(family: Family, out: Path) -> dict[str, Any]:
     return document
 
 
-def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
+def _score(family: Family, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the top rung with its prediction; None if it is not complete."""
-    top = family.top_runs(out)
+    top = family.top_runs()
     start = fresh_start(top[0])
     tokens, data = start.plan.tokens, start.data.fingerprint
     try:
-        losses = _losses(family, top, out, tokens=tokens, data=data)
+        losses = _losses(family, top, tokens=tokens, data=data)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(run.folder))["time"]) for run in top)
