@@ -55,9 +55,7 @@ class InstructionData(TokenData):
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
-    first: EncodedConversation | None = field(
-        default=None, repr=False, compare=False
-    )  # of the file
+    first: EncodedConversation | None = field(default=None, repr=False, compare=False)
 
     def example(self) -> str:
         """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""

@@ -111,7 +111,7 @@ class _Windows:
         self.source, self.folder = source, folder
         self.data = open_data(Path(folder), vocab_size=None)
         if self.data.fingerprint != source.fingerprint:
-            raise self._changed()
+            raise self.changed()
         self.shards = self.data.splits["val"]
         ids = 2**32 if self.data.tokenizer is None else self.data.tokenizer.size
         self.reader = WindowReader(self.shards, context_length=T, id_limit=ids)
@@ -124,15 +124,7 @@ class _Windows:
         self.unit = unit.reshape(len(samples), T)
         self.kind = parts.kind
 
-    def read(self, rows: slice) -> np.ndarray:
-        return self.reader.read(self.shard[rows], self.offset[rows])
-
-    def check(self, checksums: np.ndarray) -> None:
-        """Check that the windows are those that were measured."""
-        if hash_checksums(checksums) != self.source.windows_sha256:
-            raise self._changed()
-
-    def _changed(self) -> DataError:
+    def changed(self) -> DataError:
         return DataError(
             f"{self.folder}: not the data of the token losses; restore those, or evaluate both again with "
             f"--keep_token_losses"
@@ -282,13 +274,14 @@ def _chunks(
         checksums = np.empty(count, np.uint32)
         for first in range(0, count, step):
             rows = slice(first, min(first + step, count))
-            windows = one.read(rows)
+            windows = one.reader.read(one.shard[rows], one.offset[rows])
             checksums[rows] = checksums_of(windows)
             place = slice(begin + rows.start, begin + rows.stop)
             of_a = a.losses[place].astype(np.float64).ravel()
             difference = b.losses[place].astype(np.float64).ravel() - of_a
             yield _Chunk(number, rows, windows), (np.ones_like(of_a), of_a, difference)
-        one.check(checksums)
+        if hash_checksums(checksums) != one.source.windows_sha256:
+            raise one.changed()
         one.reader.close()
         begin += count
 

@@ -119,11 +119,9 @@ def first_difference(
     """
     for name, field in QUANTITIES:
         x, y = a.get(field), b.get(field)
-        allowed = (tolerance or {}).get(field)
-        if isinstance(x, float) and isinstance(y, float) and allowed is not None:
-            is_same = math.isclose(x, y, rel_tol=allowed)
-        else:
-            is_same = x == y
+        is_same = x == y
+        if isinstance(x, float) and isinstance(y, float):
+            is_same = math.isclose(x, y, rel_tol=(tolerance or {}).get(field, 0.0))
         if not is_same:
             return name, field
     return None

@@ -200,9 +200,8 @@ class EventCosts:
 def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
     """Return the cost of start, compilation, evaluations, samples and checkpoints.
 
-    `machine.ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
-    on it; hellaswag: the same of one item in one text; checkpoint: bytes a second; sample: relative to reading all
-    weights once a token; compile, start: seconds.
+    `machine.ratios` come from its runs (calibration.py): eval: seconds of evaluating a token relative to training on
+    it; hellaswag: the same of one item in one text; checkpoint: bytes a second; compile, start: seconds.
     """
     known, k = machine.ratios, hardware.constants
     model, evals = job.config.model, job.config.eval
@@ -230,7 +229,7 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
         compile_seconds = k["compile_seconds"] + k["compile_seconds_per_layer"] * layers
     seconds = {
         "eval": evals.val_tokens / job.world_size * forward,
-        "sample": evals.sample_tokens * sampled_token * known.get("sample", 1.0),
+        "sample": evals.sample_tokens * sampled_token,
         "hellaswag": items / job.world_size * hellaswag_item,
         "checkpoint": checkpoint_bytes(job.config)
         / known.get("checkpoint", k["checkpoint_bytes_per_second"]),

@@ -237,6 +237,9 @@ def estimate_as_json(
     job, need, cost = estimate.job, estimate.memory, estimate.cost
     hours = estimate.seconds.scaled(1 / 3600)
     judged = verdict(estimate, window) if window else None
+    loss, ladder, law, data = estimate.loss, estimate.ladder, LAW, "FineWeb, GPT-2 BPE"
+    if ladder is not None:
+        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
     return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
         "profile_name": profile_name,
@@ -288,19 +291,10 @@ def estimate_as_json(
             "price_date": cost.date,
             "kwh": cost.energy_kwh,
         },
-        "loss": _loss_as_json(estimate),
+        "loss": loss and asdict(loss) | {"law": law, "data": data},
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
     }
-
-
-def _loss_as_json(estimate: Estimate) -> dict[str, Any] | None:
-    if estimate.loss is None:
-        return None
-    law, data, ladder = LAW, "FineWeb, GPT-2 BPE", estimate.ladder
-    if ladder is not None:
-        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
-    return asdict(estimate.loss) | {"law": law, "data": data}
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------

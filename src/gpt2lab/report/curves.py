@@ -65,9 +65,8 @@ class Curves:
     hellaswag: dict[str, Curve]  # {metric: accuracies}
     resumes: dict[Axis, np.ndarray]
     tokenizer: str  # its record in run.json
-    bits_per_nat: (
-        float | None
-    )  # bits/byte of the validation text for each nat/token; None where it is not known
+    # Bits/byte of the validation text for each nat/token; None where it is not known.
+    bits_per_nat: float | None
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,12 @@ class Panel:
     by_run: bool = False  # whether the legend names runs instead of lines
 
 
-def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run.
+def read_curves(run_dir: Path, log: history.Log | None = None, name: str | None = None) -> Curves:
+    """Return the curves of a run; its log is read if it is not given, and `name` is by default that of the folder.
 
     Raises: ConfigError if it has taken no step.
     """
-    return curves_of(run_dir, history.read_log(run_dir))
-
-
-def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curves:
-    """Return the curves of a log; `name` is by default that of the folder.
-
-    Raises: ConfigError if it has taken no step.
-    """
+    log = history.read_log(run_dir) if log is None else log
     if not len(log.numbers):
         raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
     places, evals = _Places(log), log.current("eval")

@@ -128,7 +128,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "title": _title(config, log),
         "status": status,
         "tiles": _tiles(log),
-        "curves": curves.curves_of(run_dir, log, name) if len(log.numbers) else None,
+        "curves": curves.read_curves(run_dir, log, name) if len(log.numbers) else None,
         "sources": _sources(log),
         "tasks": _tasks(run_dir, log),
         "forecast": _forecast(run_dir, log),

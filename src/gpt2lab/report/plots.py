@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.report.curves import FEWEST_JOINED, Axis, Curve, Curves, Panel, panels_of
 
@@ -291,10 +291,8 @@ def _write(figure: Figure, path: Path) -> None:
     else:
         figure.savefig(file, format="png", dpi=130)
         picture = file.getvalue()
-    try:
+    with system_errors_as(ConfigError, path, what="cannot be written"):
         replace_durably(path, picture)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _reason(error: Exception) -> str:
