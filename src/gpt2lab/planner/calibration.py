@@ -219,7 +219,11 @@ def this_machine(
             detected.gpus[0].memory_free if detected.gpus else (gpu.memory_bytes if gpu else None)
         )
         title = name if world_size == 1 else f"{world_size} x {name}"
-    used = (threads or _threads(world_size)) if on_cpu else None
+    used = None
+    if on_cpu:  # torchrun gives each of several ranks one thread
+        typed = os.environ.get("OMP_NUM_THREADS", "")
+        alone = int(typed) if typed.isdigit() else processor.cores() if world_size == 1 else 1
+        used = threads or alone
     kind = MachineKind(name, world_size, used, job.dtype, job.compiled, job.parallel)
     if on_cpu:
         cores, bf16 = (
@@ -270,11 +274,3 @@ def _gpu_prior(
     reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
     rates = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
     return rates, "no data sheet known"
-
-
-def _threads(world_size: int) -> int:
-    """Return the threads of one rank: torchrun gives each of several ranks one."""
-    typed = os.environ.get("OMP_NUM_THREADS", "")
-    if typed.isdigit():
-        return int(typed)
-    return 1 if world_size > 1 else processor.cores()

@@ -206,6 +206,16 @@ def ladder_as_json(
         for name, rung in zip(names, fitted.rungs, strict=True)
     ]
     flops = [ladder.most_flops * factor for factor in (0.1, 1.0, 10.0)]
+    shown = [(rung.parameters, rung.tokens) for rung in fitted.rungs]
+    if prediction is not None:
+        shown.append((prediction["parameters"], prediction["tokens"]))
+    sizes, tokens = (sorted(set(values)) for values in zip(*shown, strict=True))
+    places = [round(at) for at in np.geomspace(tokens[0], tokens[-1], 17).tolist()]
+    curves = []
+    for size in sizes:  # loss and interval over tokens, for the plot
+        points = [fitted.predict(size, at).loss for at in places]
+        band = {key: [getattr(one, key) for one in points] for key in ("value", "low", "high")}
+        curves.append({"parameters": size, "tokens": places, **band})
     return {
         "format": _FORMAT,
         "name": ladder.name,
@@ -217,24 +227,8 @@ def ladder_as_json(
         "seed_spread": fitted.seed_spread,
         "misfit": fitted.misfit,
         "frontier": [asdict(fitted.optimum(one)) for one in flops],
-        "curves": _curves(ladder, prediction),
+        "curves": curves,
         "rates": list(rates),
         "prediction": prediction,
         "score": scored,
     }
-
-
-def _curves(ladder: Ladder, prediction: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    rungs = ladder.fit.rungs
-    tokens = [rung.tokens for rung in rungs]
-    sizes = {rung.parameters for rung in rungs}
-    if prediction is not None:
-        tokens.append(prediction["tokens"])
-        sizes.add(prediction["parameters"])
-    places = np.geomspace(min(tokens), max(tokens), 17)
-    curves = []
-    for size in sorted(sizes):
-        points = [ladder.fit.predict(size, round(at)).loss for at in places.tolist()]
-        band = {key: [getattr(one, key) for one in points] for key in ("value", "low", "high")}
-        curves.append({"parameters": size, "tokens": [round(at) for at in places], **band})
-    return curves

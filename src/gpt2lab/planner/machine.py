@@ -39,14 +39,14 @@ class GpuState:
 
     index: int
     name: str
-    memory_total: float | None  # bytes; None of a MIG slice
-    memory_free: float | None
-    utilization: float | None  # percent
-    driver: str
-    capability: str | None
-    power: str | None
-    clock: str | None
-    throttle: str | None
+    memory_total: float | None = None  # bytes; None of a MIG slice
+    memory_free: float | None = None
+    utilization: float | None = None  # percent
+    driver: str = ""
+    capability: str | None = None
+    power: str | None = None
+    clock: str | None = None
+    throttle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,7 @@ def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, 
     driver, visible = next(iter(found.values())).driver, list[GpuState]()
     for word in (word.strip() for word in chosen.split(",")):
         if word.startswith("MIG-"):
-            unknown = GpuState(
-                len(visible), "MIG slice", None, None, None, driver, None, None, None, None
-            )
-            visible.append(unknown)
+            visible.append(GpuState(len(visible), "MIG slice", driver=driver))
             continue
         named = (
             gpu

@@ -177,13 +177,6 @@ class _Trials:
     def fits(self, size: int) -> bool:
         return not self.run(size).out_of_memory
 
-    def rates(self, sizes: list[int]) -> dict[int, float]:
-        return {
-            size: trial.tokens_per_second or 0.0
-            for size, trial in self.by_size.items()
-            if size in sizes and not trial.out_of_memory
-        }
-
 
 def find_batch_size(
     job: Job,
@@ -208,13 +201,17 @@ def find_batch_size(
     fitting, line = sizes, None
     if len(sizes) > 1 and memory_bytes is not None and trials.fits(sizes[1]):
         fitting, line = _fitting_sizes(job, sizes, trials, target * memory_bytes, on_gpu=on_gpu)
-    top = _within_time(job, fitting, trials)[-1]
+    # On a slow device larger is not faster: sizes with steps longer than STEP_SECONDS are left out.
+    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
+    most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
+    top = max((n for n in fitting if n <= most), default=fitting[0])
     while not trials.fits(top) and top > sizes[0]:
         top = max(n for n in fitting if n < top)
     lower = (max((n for n in fitting if n <= top / part), default=fitting[0]) for part in (2, 4))
     for n in sorted({top, *lower}):
         trials.run(n)
-    rates = trials.rates(fitting)
+    tried = {n: trial for n, trial in trials.by_size.items() if n in fitting}
+    rates = {n: one.tokens_per_second or 0.0 for n, one in tried.items() if not one.out_of_memory}
     chosen = min(n for n, rate in rates.items() if rate >= 0.99 * max(rates.values()))
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
@@ -257,13 +254,6 @@ def trial_job(job: Job, size: int) -> Job:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
     alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=ranks)
     return with_accumulation(alone, 1)
-
-
-def _within_time(job: Job, sizes: list[int], trials: _Trials) -> list[int]:
-    """Leave out sizes with steps longer than STEP_SECONDS: on a slow device larger is not faster."""
-    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
-    most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
-    return [n for n in sizes if n <= most] or sizes[:1]
 
 
 def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: int = 10**6) -> Trial:
