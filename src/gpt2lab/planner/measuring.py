@@ -100,7 +100,8 @@ def measure(
             target=predictor.profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
-        request = dataclasses.replace(request, mini_batch_size=search["mini_batch_size"])
+        found = {"mini_batch_size": search["mini_batch_size"]}
+        request = dataclasses.replace(request, **found)
         predictor = Predictor(request, predictor.hardware)
     if request.measure:
         probe(predictor, seconds=request.seconds)
