@@ -192,9 +192,6 @@ def _reject_unequal_tokens(runs: Sequence[SeedRun]) -> None:
             )
 
 
-# -- the curves ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Curve:
     """The validation losses of one run, and the tokens and training seconds until each."""
@@ -249,9 +246,6 @@ def reach(curve: Curve | None, target: float | None) -> tuple[float, float] | No
         tokens, seconds = (x[index - 1] + share * (x[index] - x[index - 1]) for x in pairs)
         return tokens, seconds
     return None
-
-
-# -- the table -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,6 @@ def first_saved_tensor(a: CheckpointInfo, b: CheckpointInfo) -> str | None:
     return None
 
 
-# -- bisect ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Finding:
     """The first difference of two runs."""

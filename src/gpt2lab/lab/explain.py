@@ -94,9 +94,6 @@ def explain(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Explanation:
     return explain_losses(a, b)
 
 
-# -- the tokens ------------------------------------------------------------------------------------------------------
-
-
 class _Windows:
     """The windows of one source, as they were measured."""
 
@@ -218,9 +215,6 @@ def _mix(data: list[TokenData], weights: list[float]) -> np.ndarray:
     return mixed
 
 
-# -- the sums --------------------------------------------------------------------------------------------------------
-
-
 def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
     """Split B - A of two evaluations of the same tokens, with a chunk of windows in memory at a time.
 
@@ -335,9 +329,6 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
 
 def _known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def explanation_as_json(found: Explanation) -> dict[str, Any]:

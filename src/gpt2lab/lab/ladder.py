@@ -72,9 +72,6 @@ def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
         run_all(tops, jobs=jobs)
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------
-
-
 def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
     """Return {rung: how the trainer would start it}, for one seed of each.
 
@@ -184,9 +181,6 @@ def describe_plan(document: Mapping[str, Any]) -> str:
             *(f"warning: {warning}" for warning in document["warnings"]),
         ]
     )
-
-
-# -- the results -------------------------------------------------------------------------------------------------
 
 
 def _losses(

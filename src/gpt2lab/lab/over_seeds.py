@@ -146,9 +146,6 @@ def compare_all(
     return comparisons
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
-
-
 def sentence(found: Comparison, *, smallest: float = SMALLEST) -> str:
     """Return what a comparison shows, in one sentence."""
     of = "" if found.metric == LOSS else f"{found.metric}: "

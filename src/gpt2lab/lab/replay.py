@@ -478,9 +478,6 @@ def layer_norms(model: torch.nn.Module) -> dict[str, float]:
     return {layer: math.sqrt(square) for layer, square in squares.items()}
 
 
-# -- the result ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ReplayResult:
     """The steps of a replay beside the log."""

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
 
-# -- planning --------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -193,9 +191,6 @@ def require_own_settings(run: SeedRun) -> None:
                 f"{paths.display_path(run.folder)} was run with {name} {had[name]}, not {value}; "
                 f"rename the setting or remove that folder"
             )
-
-
-# -- running ---------------------------------------------------------------------------------------------------------
 
 
 def run_all(

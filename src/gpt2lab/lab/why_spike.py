@@ -191,9 +191,6 @@ def rare_shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     return float(shares[0]), float(np.median(shares[1:])) if len(others) else 1.0
 
 
-# -- the report ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sample:
     """Where a sample is from, and its text."""

@@ -23,9 +23,6 @@ _CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-# -- world sizes -------------------------------------------------------------------------------------------------
-
-
 def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dict[str, Any]]:
     """Return one row for each world size of --scaling, at a fixed number of tokens a step.
 
@@ -72,9 +69,6 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
     return fmt.table(["GPUs", "step", "total", "efficiency*", "cost"], cells) + (
         "\n* of the steps alone; startup and events do not get shorter"
     )
-
-
-# -- comparisons -------------------------------------------------------------------------------------------------
 
 
 def describe_comparison(
@@ -186,9 +180,6 @@ def _longest(predictor: Predictor, found: Estimate, window: Window) -> Estimate 
     return predictor.predict(found.job.with_steps(steps)) if steps else None
 
 
-# -- what fits instead -------------------------------------------------------------------------------------------
-
-
 def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str]:
     """Return what would fit the window, each with its hours: fewer tokens, profile, more or other cards, model."""
     if found.memory.fits is False:
@@ -271,8 +262,6 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
         f"--model needs less"
     ]
 
-
-# -- learning rates ----------------------------------------------------------------------------------------------
 
 # Square root for AdamW: Malladi et al. 2022 (arXiv:2205.10287). Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD.
 _CLAMP = (0.25, 2.0)  # times the reference rate: beyond these no rule is known to hold

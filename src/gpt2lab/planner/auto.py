@@ -159,8 +159,6 @@ def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) 
     return steps
 
 
-# -- a first run on new data ----------------------------------------------------------------------------------------
-
 FIRST_RUN_SECONDS = 1800.0
 FIRST_RUN_BYTES = 1_000_000_000  # of all its checkpoints
 _FIRST_EPOCHS = 3  # below MANY_EPOCHS
@@ -197,9 +195,6 @@ def choose_first_run(
     # What the ends of the shards leave must hold a step.
     is_enough = shortest_shard > T and wanted >= batch + _FIRST_EPOCHS * T
     return flags if is_enough else {}
-
-
-# -- presets -----------------------------------------------------------------------------------------------------
 
 
 def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str, Any]:

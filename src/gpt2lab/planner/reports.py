@@ -208,8 +208,6 @@ def describe_actual(actual: Mapping[str, Any]) -> str:
     )
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------
-
 SCHEMA = "gpt2-estimate/1"
 KEYS = (
     *("schema", "timestamp", "max_training_hours", "profile_name", "profile", "estimate"),
@@ -296,8 +294,6 @@ def estimate_as_json(
         "warnings": list(warnings),
     }
 
-
-# -- formulas ----------------------------------------------------------------------------------------------------
 
 _HIDDEN: dict[Parallel, str] = {
     "ddp": "hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's {embedding:,.0f} MB",

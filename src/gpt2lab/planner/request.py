@@ -246,9 +246,6 @@ def _moment(name: str, text: str) -> float:
         raise ConfigError(f"--{name} {text!r} {why}") from None
 
 
-# -- the job ---------------------------------------------------------------------------------------------------------
-
-
 def settings_of(request: JobFlags) -> Config:
     """Return the trainer's settings that the flags describe.
 
@@ -346,9 +343,6 @@ def _length_of(
             f"{steps * batch:.3g} tokens are too many: a run has at most {MOST_TOKENS:g}"
         )
     return steps, unique, {"tokens": float(steps * batch)} | dataset
-
-
-# -- predictions -----------------------------------------------------------------------------------------------------
 
 
 class Predictor:
