@@ -213,17 +213,6 @@ def _compare_starts(
     """Return how settings and environment differ at events `x` and `y` of a step, and notes on other differences."""
     settings = other_values(a.settings(x["attempt"]), b.settings(y["attempt"]), "and")
     here, there = a.environment(x["attempt"]), b.environment(y["attempt"])
-    notes = _notes(a, b, x, y)
-    environment: list[str] = []
-    if here and there:
-        environment = other_values(here, there, "and")
-    else:
-        notes.append("the environment of one run is not recorded any more, so it was not compared")
-    differences = [("setting", line) for line in settings]
-    return differences + [("environment", line) for line in environment], notes
-
-
-def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
         notes.append(f"A has steps up to {ends[0]}, B up to {ends[1]}")
@@ -234,7 +223,13 @@ def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
     )
     if len(ours) == len(theirs) and (other := other_values(ours, theirs, "and")):
         notes.append(f"other versions: {', '.join(other)}")
-    return notes
+    environment: list[str] = []
+    if here and there:
+        environment = other_values(here, there, "and")
+    else:
+        notes.append("the environment of one run is not recorded any more, so it was not compared")
+    differences = [("setting", line) for line in settings]
+    return differences + [("environment", line) for line in environment], notes
 
 
 def _first_other_sample(a: Side, b: Side, step: int) -> str:

@@ -318,10 +318,14 @@ def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sampl
         row = number - tokens.first_sample
         ids = tokens.windows[row, 1:].astype(np.int64)
         others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
+        text = None if tokens.tokenizer is None else tokens.tokenizer.decode(ids.tolist())
+        if text is not None:  # its beginning and its end
+            long = len(text) > _HEAD + _TAIL
+            text = printable(f"{text[:_HEAD]} ... {text[-_TAIL:]}" if long else text)
         samples[number] = Sample(
             tokens.places[row],
             tuple(np.unique(documents[row]).tolist()) if documents else (),
-            None if tokens.tokenizer is None else _excerpt(tokens.tokenizer.decode(ids.tolist())),
+            text,
             tuple(patterns(ids, others, tokens.tokenizer)),
         )
     return samples
@@ -352,12 +356,6 @@ def _number(value: float, layout: str = ".4f") -> str:
 def _largest_first(value: float, known_by: float) -> tuple[bool, float]:
     """Return a sort key, largest value first; a sample whose number `known_by` is not finite comes before all."""
     return math.isfinite(known_by), -value if math.isfinite(value) else 0.0
-
-
-def _excerpt(text: str) -> str:
-    if len(text) > _HEAD + _TAIL:
-        text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
-    return printable(text)
 
 
 def _finite(value: Any) -> Any:

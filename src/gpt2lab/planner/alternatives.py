@@ -208,7 +208,9 @@ def _on_cards(
 ) -> Estimate | None:
     try:
         on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled, **where)
-        return predictor.predict(found.job.with_world_size(count), on=on)
+        config = fit_mini_batch(found.job.config, count, typed=False)
+        job = dataclasses.replace(found.job, config=config, world_size=count)
+        return predictor.predict(job, on=on)
     except ConfigError:
         return None
 

@@ -184,14 +184,6 @@ class Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
 
-    def with_world_size(self, world_size: int) -> Job:
-        """Return the job shared by another number of ranks.
-
-        Raises: ConfigError if the batch does not divide.
-        """
-        config = fit_mini_batch(self.config, world_size, typed=False)
-        return dataclasses.replace(self, config=config, world_size=world_size)
-
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""
         if (
