@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -212,15 +213,20 @@ def run_all(
     trainers = _Trainers(_environments(jobs, on_cpu=devices == {"cpu"}))
     may_diverge = on_divergence == "continue"
 
-    def train(number: int, run: SeedRun) -> None:
+    def train(number: int, run: SeedRun) -> SeedRun:
         label = f"[{number}/{len(runs)}] {run.name}"
         with trainers.slot(run) as environment:
             _run_one(run, label, environment, trainers, may_diverge=may_diverge)
+        return run
 
     complete: set[str] = set()
     pool = ThreadPoolExecutor(jobs)
     try:
-        for run in _as_completed(runs, train, pool if jobs > 1 else None):
+        numbered = enumerate(runs, start=1)
+        trained: Iterable[SeedRun] = itertools.starmap(train, numbered)  # in this thread
+        if jobs > 1:
+            trained = _as_completed([pool.submit(train, *one) for one in numbered])
+        for run in trained:
             complete.add(run.name)
             waiting = {other.seed for other in runs if other.name not in complete}
             if done := [other for other in runs if other.seed not in waiting]:
@@ -235,26 +241,14 @@ def run_all(
         pool.shutdown()
 
 
-def _as_completed(
-    runs: Sequence[SeedRun], train: Callable[[int, SeedRun], None], pool: ThreadPoolExecutor | None
-) -> Iterator[SeedRun]:
-    """Train runs one by one in this thread, or in the threads of a pool; yield each that is complete.
-
-    Raises: the first error; with a pool, after all others have ended.
-    """
-    numbered = enumerate(runs, start=1)
-    if pool is None:
-        for number, run in numbered:
-            train(number, run)
-            yield run
-        return
-    tasks = {pool.submit(train, number, run): run for number, run in numbered}
+def _as_completed(tasks: list[Future[SeedRun]]) -> Iterator[SeedRun]:
+    """Yield each run that is complete, and raise the first error after all others have ended."""
     errors = []
     for task in as_completed(tasks):
         if error := task.exception():
             errors.append(error)
         else:
-            yield tasks[task]
+            yield task.result()
     if errors:
         raise errors[0]
 
