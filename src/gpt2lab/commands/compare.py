@@ -83,8 +83,6 @@ def _compare_groups(flags: Compare, folder: Path) -> int:
     groups = compare.compare_groups(
         flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
     )
-    if flags.json:
-        print(json.dumps(compare.groups_as_json(flags.a, flags.b, groups, smallest=smallest)))
-    else:
-        print(compare.describe_groups(flags.a, flags.b, groups, smallest=smallest))
+    document = compare.groups_as_json(groups)
+    print(json.dumps(document) if flags.json else compare.describe_groups(groups))
     return 0

@@ -258,6 +258,9 @@ class GroupMetric:
 class ComparedGroups:
     """Two groups that were compared."""
 
+    a: str
+    b: str
+    smallest: float  # a difference that matters, in the unit of each metric
     seeds: tuple[int, ...]
     metrics: tuple[GroupMetric, ...]
     left_out: tuple[str, ...]  # results that some run lacks
@@ -307,7 +310,7 @@ def compare_groups(
     if not metrics:
         why = left_out[0] if left_out else f"no run has {only or 'validation'} results"
         raise DataError(f"{name_a} and {name_b} have nothing to compare: {why}")
-    return ComparedGroups(tuple(a), tuple(metrics), tuple(left_out))
+    return ComparedGroups(name_a, name_b, smallest, tuple(a), tuple(metrics), tuple(left_out))
 
 
 def _compare_results(
@@ -343,25 +346,24 @@ def _mean(results: Results, metric: str) -> float:
     return estimate_mean(results.per_unit[metric], results.weights).mean
 
 
-def groups_as_json(
-    name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float
-) -> dict[str, Any]:
+def groups_as_json(groups: ComparedGroups) -> dict[str, Any]:
     """Return the comparison as JSON values; those of the first metric also at the top level."""
     metrics = {}
     for one in groups.metrics:
         values = asdict(one)
         found = values.pop("found")
         unit = "nats/token" if found["metric"] == LOSS else None
-        said = over_seeds.sentence(one.found, smallest=smallest)
+        said = over_seeds.sentence(one.found, smallest=groups.smallest)
         metrics[one.found.metric] = values | found | {"unit": unit, "sentence": said}
-    head = {"a": name_a, "b": name_b, "seeds": groups.seeds, "smallest_difference": smallest}
+    head = {"a": groups.a, "b": groups.b, "seeds": groups.seeds}
+    head |= {"smallest_difference": groups.smallest}
     first = next(iter(metrics.values()))
     return head | first | {"metrics": metrics, "left_out": groups.left_out}
 
 
-def describe_groups(name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float) -> str:
+def describe_groups(groups: ComparedGroups) -> str:
     """Format the comparison as tables, with what the errors mean and one sentence per metric."""
-    parts = [f"A  {name_a}\nB  {name_b}"]
+    smallest, parts = groups.smallest, [f"A  {groups.a}\nB  {groups.b}"]
     units = list(dict.fromkeys(_unit(one) for one in groups.metrics))
     for unit in units:
         shown = [one for one in groups.metrics if _unit(one) == unit]
