@@ -9,7 +9,7 @@ gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         from gpt2lab.lab import explain
 
         explained = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
-        document["explain"] = explain.explanation_as_json(explained)
+        document["explain"] = asdict(explained) | {"sentence": explain.sentence(explained)}
         text += f"\n\n{explain.describe_explanation(explained)}"
     print(json.dumps(document) if flags.json else text)
     return 0

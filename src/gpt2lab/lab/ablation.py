@@ -121,7 +121,15 @@ class Ablation:
         comparisons = find_comparisons(
             runs, curves, smallest=self.smallest, until_decided=until_decided
         )
-        diverged, spent = diverged_sentences(rows), self._spent(runs)
+        logs = [history.read_log(run.folder) for run in runs]
+        spent = {
+            "seeds": len({run.seed for run in runs}),
+            "max_seeds": self.max_seeds,
+            "runs": len(runs),
+            "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
+            "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
+        }
+        diverged = diverged_sentences(rows)
         parts = [
             write_markdown(rows, target=self.target, until_decided=until_decided),
             write_comparisons(comparisons, smallest=self.smallest) if comparisons else "",
@@ -154,16 +162,6 @@ class Ablation:
             replace_durably(self.out / "ablation.md", markdown + "\n")
             replace_durably(self.out / "ablation.json", json.dumps(document, indent=1) + "\n")
         return markdown, document
-
-    def _spent(self, runs: Sequence[SeedRun]) -> dict[str, Any]:
-        logs = [history.read_log(run.folder) for run in runs]
-        return {
-            "seeds": len({run.seed for run in runs}),
-            "max_seeds": self.max_seeds,
-            "runs": len(runs),
-            "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
-            "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
-        }
 
 
 def all_seeds(seeds: Sequence[int], max_seeds: int, *, settings: int) -> list[int]:

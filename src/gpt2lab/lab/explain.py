@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -329,11 +328,6 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
 
 def _known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def explanation_as_json(found: Explanation) -> dict[str, Any]:
-    """Return the explanation as JSON values."""
-    return {**asdict(found), "sentence": sentence(found)}
 
 
 def sentence(found: Explanation) -> str:

@@ -7,6 +7,7 @@ so a run that was rewound replays as it went. There is no logger, saver or lock:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -287,7 +288,6 @@ class Replay:
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader
         self.departure: Departure | None = None
-        self._documents: Documents | None = None
         self.rounding = rounding
 
     @property
@@ -332,19 +332,18 @@ class Replay:
         first = self.logged[step]["first_sample"]
         return np.arange(first, first + self.start.plan.batch.samples)
 
+    @functools.cached_property
     def documents(self) -> Documents:
         """Return the documents of the training data.
 
         Raises: ConfigError if they are unknown.
         """
-        if self._documents is None and self.start.config.tuning.instructions is None:
-            self._documents = find_documents(self.start.data)
-        if self._documents is None:
+        data, is_tuned = self.start.data, self.start.config.tuning.instructions is not None
+        if is_tuned or (found := find_documents(data)) is None:
             raise ConfigError(
-                f"{paths.display_path(self.start.data.folder)}: its documents are not marked; "
-                f"leave out samples instead"
+                f"{paths.display_path(data.folder)}: its documents are not marked; leave out samples instead"
             )
-        return self._documents
+        return found
 
     def mask(self, step: int, change: Change) -> np.ndarray:
         """Return which targets of a step a change leaves out, (S, T) bool.
@@ -353,8 +352,8 @@ class Replay:
         """
         samples, T = self.samples_of(step), self.start.config.model.context_length
         if change.without_documents:
-            documents, places = self.documents(), self.start.order.locate(samples)
-            rows = [documents.of_targets(s, o, T) for s, o in zip(*places, strict=True)]
+            places = zip(*self.start.order.locate(samples), strict=True)
+            rows = [self.documents.of_targets(shard, offset, T) for shard, offset in places]
             return np.isin(np.stack(rows), list(change.without_documents))
         rows_out = np.isin(samples, list(change.without_samples))
         return np.repeat(rows_out[:, None], T, axis=1)

@@ -73,8 +73,8 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     return actual
 
 
-def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
-    """Return one row for each run whose forecast was compared with the actual run."""
+def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
+    """Return the accuracy of earlier forecasts, a row for each that was compared, as JSON and as text."""
     rows = []
     for path in sorted(checkpoint_dir.glob(f"*/{FILE}")):
         document = read_json(path)
@@ -89,12 +89,6 @@ def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
                 rows.append(row | {"inside_interval": actual["inside_interval"]})
         except (KeyError, TypeError):
             continue
-    return rows
-
-
-def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
-    """Return the accuracy of earlier forecasts as JSON and as text."""
-    rows = scores(checkpoint_dir)
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_source[row["source"]].append(row)
