@@ -355,7 +355,7 @@ def groups_as_json(groups: ComparedGroups) -> dict[str, Any]:
         unit = "nats/token" if found["metric"] == LOSS else None
         said = over_seeds.sentence(one.found, smallest=groups.smallest)
         metrics[one.found.metric] = values | found | {"unit": unit, "sentence": said}
-    head = {"a": groups.a, "b": groups.b, "seeds": groups.seeds}
+    head: dict[str, Any] = {"a": groups.a, "b": groups.b, "seeds": groups.seeds}
     head |= {"smallest_difference": groups.smallest}
     first = next(iter(metrics.values()))
     return head | first | {"metrics": metrics, "left_out": groups.left_out}
