@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from gpt2lab import fmt, paths
+from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import policy_of, to_flat
@@ -232,7 +232,7 @@ def run_all(
             if done := [other for other in runs if other.seed not in waiting]:
                 refresh(done)
             if jobs > 1:
-                say(progress(runs))
+                say(f"{run.name} is complete: {len(complete)} of {len(runs)} runs")
     except KeyboardInterrupt:
         if SaveError.exit_code in trainers.stop():
             raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
@@ -348,15 +348,3 @@ def visible_gpus() -> list[str]:
         return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
     listed = enumerate(smi("-L").splitlines())
     return [str(number) for number, line in listed if line.startswith("GPU")]
-
-
-def progress(runs: Sequence[SeedRun]) -> str:
-    """Return a table of the runs: state, step and last validation loss."""
-    rows = []
-    for run in runs:
-        status: dict[str, Any] = history.read_json(run.folder / "status.json") or {}
-        losses = history.read_log(run.folder).current("eval")
-        last = losses[max(losses)]["val_loss"] if losses else None
-        state, step = str(status.get("state", "waiting")), str(status.get("step", 0))
-        rows.append((run.name, state, step, fmt.number(last)))
-    return fmt.table(("run", "state", "step", "val loss"), rows)
