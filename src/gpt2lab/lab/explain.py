@@ -30,6 +30,7 @@ from gpt2lab.lab.stats import (
     t_p_value,
 )
 from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses
+from gpt2lab.runs.events import finite
 
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
@@ -246,7 +247,7 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
         units=sum(units),
         unit=kinds.pop() if len(kinds) == 1 else "document or window",
         difference=float(whole.part.value[0]),
-        difference_se=_known(whole.part.se[0]),
+        difference_se=finite(float(whole.part.se[0])),
         exact_difference=b.val_loss - a.val_loss,
         splits=_splits(groupings, found),
         left_out=tuple(left_out),
@@ -315,19 +316,15 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
         a=float(means.a[g]),
         b=float(means.a[g]) + mean,
         mean=mean,
-        mean_se=_known(mean_se),
+        mean_se=finite(mean_se),
         part=part,
-        part_se=_known(part_se),
-        part_low=_known(part - half),
-        part_high=_known(part + half),
+        part_se=finite(part_se),
+        part_low=finite(part - half),
+        part_high=finite(part + half),
         excess=excess,
-        excess_se=_known(excess_se),
+        excess_se=finite(excess_se),
         stands_out=can_test and p * tests < ALPHA,
     )
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def sentence(found: Explanation) -> str:

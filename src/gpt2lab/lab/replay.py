@@ -33,7 +33,7 @@ from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
-from gpt2lab.runs.events import Event
+from gpt2lab.runs.events import Event, finite
 from gpt2lab.runs.history import Log
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
@@ -398,12 +398,12 @@ class Replay:
             "step": number,
             "batch_hash": batch.hash,
             "lr": lr,
-            "loss": _finite(stats.loss),
-            "grad_norm": _finite(norm),
+            "loss": finite(stats.loss),
+            "grad_norm": finite(norm),
             "updated": stats.updated,
         }
         unclipped = {
-            name: _finite(value / scale) if scale else None for name, value in norms.items()
+            name: finite(value / scale) if scale else None for name, value in norms.items()
         }  # 0 of an infinite norm
         taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
         found = first_difference(taken.logged, event, tolerance=self.tolerance)
@@ -440,10 +440,6 @@ class Replay:
             before_update=look,
         )
         return stats.loss, stats.grad_norm
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatch:

@@ -330,7 +330,12 @@ def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
     """Return the environment variables of each job: a GPU of its own, or its share of the cores."""
     if jobs == 1:
         return [{}]
-    gpus = [] if on_cpu else visible_gpus()
+    gpus: list[str] = []
+    if not on_cpu and (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+    elif not on_cpu:
+        listed = enumerate(smi("-L").splitlines())
+        gpus = [str(number) for number, line in listed if line.startswith("GPU")]
     if gpus and len(gpus) < jobs:
         raise ConfigError(
             f"--jobs {jobs}: there {'is 1 GPU' if len(gpus) == 1 else f'are {len(gpus)} GPUs'}, "
@@ -339,12 +344,3 @@ def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
     return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
-
-
-def visible_gpus() -> list[str]:
-    """Return the numbers of the GPUs that a process started here may use, without torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
-    listed = enumerate(smi("-L").splitlines())
-    return [str(number) for number, line in listed if line.startswith("GPU")]

@@ -22,6 +22,7 @@ from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import sum_of_squares
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing
+from gpt2lab.runs.events import finite
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD
@@ -217,7 +218,7 @@ class SpikeReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values; non-finite numbers are null."""
-        found: dict[str, Any] = _finite(dataclasses.asdict(self) | {"run": str(self.run)})
+        found: dict[str, Any] = finite(dataclasses.asdict(self) | {"run": str(self.run)})
         return found
 
     def describe(self) -> str:
@@ -296,7 +297,7 @@ def explain(
         found = contributions(replay)
     parts = sorted(found, key=lambda p: _largest_first(p.projection, p.norm))
     loss, norm = replay.measure(batch)
-    measured = logged | _finite({"loss": loss, "grad_norm": norm})
+    measured = logged | finite({"loss": loss, "grad_norm": norm})
     differs = first_difference(logged, measured, tolerance=replay.tolerance)
     if departure is None and differs is not None:
         departure = f"not as logged ({differs[1]} {logged[differs[1]]})"
@@ -356,11 +357,3 @@ def _number(value: float, layout: str = ".4f") -> str:
 def _largest_first(value: float, known_by: float) -> tuple[bool, float]:
     """Return a sort key, largest value first; a sample whose number `known_by` is not finite comes before all."""
     return math.isfinite(known_by), -value if math.isfinite(value) else 0.0
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
