@@ -478,25 +478,22 @@ class ReplayResult:
     """The steps of a replay beside the log."""
 
     run: Path
-    from_step: int
+    replay: Replay  # at its end
     change: str | None
     shown: list[ReplayedStep]
     # Gradient norms of the same steps without the change.
     unchanged_layers: dict[int, dict[str, float | None]]
-    departure: Departure | None  # of the unchanged steps from the log
-    other_environment: list[str]  # what differs from the environment of the run
-    rounding: str | None  # why bits are not compared
-    notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
+        departure = self.replay.departure
         return {
             "run": str(self.run),
-            "from_step": self.from_step,
+            "from_step": self.replay.from_step,
             "change": self.change,
-            "compared": "rounding" if self.rounding else "bits",
-            "departure": self.departure and dataclasses.asdict(self.departure),
-            "environment": self.other_environment,
+            "compared": "rounding" if self.replay.rounding else "bits",
+            "departure": departure and dataclasses.asdict(departure),
+            "environment": self.replay.other_environment(),
             "steps": [
                 {
                     "step": step.event["step"],
@@ -515,8 +512,8 @@ class ReplayResult:
         first, last = self.shown[0].event["step"], self.shown[-1].event["step"]
         lines = [
             f"{paths.display_path(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
-            f"{self.from_step}{f', {self.change}' if self.change else ''}",
-            *self.notes,
+            f"{self.replay.from_step}{f', {self.change}' if self.change else ''}",
+            *self.replay.notes,
         ]
         rows = [
             [
@@ -546,10 +543,9 @@ class ReplayResult:
 
     def _verdict(self, end: int) -> str:
         """Return whether the unchanged steps, those before `end`, are as logged."""
-        begin = self.from_step + 1
-        if self.departure is not None:
-            found = self.departure
-            other = ", ".join(self.other_environment)
+        begin = self.replay.from_step + 1
+        if (found := self.replay.departure) is not None:
+            other = ", ".join(self.replay.other_environment())
             why = f"; likely cause: {other}" if other else ""
             return (
                 f"not as logged: step {found.step} is the first that differs, in its {found.quantity} "
@@ -558,11 +554,11 @@ class ReplayResult:
         if begin == end:
             return "the change begins with the first step, so no step was compared with the log"
         which = fmt.steps(begin, end - 1)
-        if self.rounding is None:
+        if self.replay.rounding is None:
             return f"{which}: batch, learning rate, loss and gradient norm are bitwise as logged"
         return (
             f"{which}: the same batches and learning rates; losses within 1e-5 and gradient norms within 1e-4, because "
-            f"{self.rounding}"
+            f"{self.replay.rounding}"
         )
 
 
@@ -603,12 +599,8 @@ def replay(
     again.close()
     return ReplayResult(
         run_dir,
-        again.from_step,
+        again,
         described,
         [step for step in taken if step.event["step"] in steps],
         {number: norms for number, norms in unchanged.items() if number in steps},
-        again.departure,
-        again.other_environment(),
-        again.rounding,
-        again.notes,
     )
