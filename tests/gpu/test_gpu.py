@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import launch
 from gpt2lab.checkpoint import store
-from gpt2lab.config.schema import ModelConfig, OptimConfig, Optimizer, SystemConfig
+from gpt2lab.config.schema import Config, ModelConfig, OptimConfig, Optimizer, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
@@ -377,7 +377,7 @@ def test_memory_is_what_the_planner_says(dtype, tmp_path):
     )
     run = _train(data, tmp_path, *more)
     found = max(event["peak_memory_bytes"] for event in launch.events(run, "step"))
-    step = StepMemory(ModelConfig(), micro_batch=8, accumulation=2, dtype=dtype, optimizer="adamw")
+    step = StepMemory(Config(), micro_batch=8, accumulation=2, dtype=dtype)
     expected = step.peak().tensors
     assert 0.95 * expected < found < 1.05 * expected + 128 * 2**20
 

@@ -9,7 +9,7 @@ gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         from gpt2lab.lab import explain
 
         explained = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
-        document["explain"] = explain.explanation_as_json(explained)
+        document["explain"] = asdict(explained) | {"sentence": explain.sentence(explained)}
         text += f"\n\n{explain.describe_explanation(explained)}"
     print(json.dumps(document) if flags.json else text)
     return 0
@@ -83,8 +83,6 @@ def _compare_groups(flags: Compare, folder: Path) -> int:
     groups = compare.compare_groups(
         flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
     )
-    if flags.json:
-        print(json.dumps(compare.groups_as_json(flags.a, flags.b, groups, smallest=smallest)))
-    else:
-        print(compare.describe_groups(flags.a, flags.b, groups, smallest=smallest))
+    document = compare.groups_as_json(groups)
+    print(json.dumps(document) if flags.json else compare.describe_groups(groups))
     return 0

@@ -225,10 +225,7 @@ def _predict(flags: Doctor) -> tuple[Estimate, str]:
     """Return what the planner predicts for the run that the flags describe, and the name of its profile."""
     check_job(flags)
     predictor = Predictor(flags, hardware.load())
-    profile = hardware.find_profile(flags.profile, predictor.hardware)
-    job = predictor.job(profile)
-    on, _ = predictor.machine_for(job)
-    return predictor.predict(job, profile, on=on), profile.name
+    return predictor.predict(predictor.job()), predictor.profile.name
 
 
 def _about_memory(found: Estimate) -> str:

@@ -81,11 +81,10 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
             )
     if request.compare is None:
         return _describe_job(request, known)
-    profile, window = hardware.find_profile(request.profile, known), window_of(request, time.time())
-    predictor = Predictor(request, known)
+    window, predictor = window_of(request, time.time()), Predictor(request, known)
     if request.measure or request.find_batch_size:
-        predictor = Predictor(measuring.measure(request, predictor, profile)[0], known)
-    return alternatives.describe_comparison(predictor, profile, request.compare, window)
+        predictor = Predictor(measuring.measure(request, predictor)[0], known)
+    return alternatives.describe_comparison(predictor, request.compare, window)
 
 
 def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
@@ -94,19 +93,18 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     Raises: GPT2LabError with its exit code.
     """
     predictor = Predictor(request, known)
-    profile = hardware.find_profile(request.profile, known)
     now = time.time()
     begins, window = start_of(request, now), window_of(request, now)
     batch_search, advice = None, None
     if request.measure or request.find_batch_size:
-        request, batch_search = measuring.measure(request, predictor, profile)
+        request, batch_search = measuring.measure(request, predictor)
         predictor = Predictor(request, known)
     estimated = alternatives.fit_memory if request.mini_batch_size is None else Predictor.predict
-    found = estimated(predictor, predictor.job(profile), profile)
+    found = estimated(predictor, predictor.job())
     job, warnings = found.job, _warnings(found)
     if predictor.unseen:
         warnings.insert(0, f"predicted for the processor: {predictor.unseen}")
-    rows = alternatives.scaling(predictor, found, profile, request.scaling)
+    rows = alternatives.scaling(predictor, found, request.scaling)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
     # A mini batch that nobody typed was replaced by one that fits.
@@ -115,7 +113,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     if no_memory:
         options = alternatives.where_it_fits(found, known)
     elif window and judged != "fits":
-        options = alternatives.what_fits(predictor, found, profile, window)
+        options = alternatives.what_fits(predictor, found, window)
     extra = ["", alternatives.scaling_table(rows)] if len(rows) > 1 else []
     extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
     extra += ["", *reports.formulas(found, known)] if request.explain else []
@@ -132,7 +130,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     ]
     document = reports.estimate_as_json(
         found,
-        profile_name=profile.name,
+        predictor.profile.name,
         window=window,
         scaling=rows,
         milestones=milestones,

@@ -34,7 +34,7 @@ class PlanLadder:
 
     def execute(self) -> None:
         """Print the plan."""
-        document = ladder.plan_ladder(*ladder.open_ladder(self.file, self.out))
+        document = ladder.plan_ladder(ladder.open_ladder(self.file, self.out))
         print(json.dumps(document) if self.json else ladder.describe_plan(document))
 
 
@@ -51,9 +51,9 @@ class TrainLadder:
 
     def execute(self) -> None:
         """Train, fit and print the results."""
-        family, out = ladder.open_ladder(self.file, self.out)
-        ladder.train_ladder(family, out, jobs=self.jobs, top=self.top)
-        print(ladder.describe_results(ladder.ladder_results(family, out)))
+        family = ladder.open_ladder(self.file, self.out)
+        ladder.train_ladder(family, jobs=self.jobs, top=self.top)
+        print(ladder.describe_results(ladder.ladder_results(family)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FitLadder:
 
     def execute(self) -> None:
         """Write and print the results."""
-        document = ladder.ladder_results(*ladder.open_ladder(self.file, self.out))
+        document = ladder.ladder_results(ladder.open_ladder(self.file, self.out))
         print(json.dumps(document) if self.json else ladder.describe_results(document))
 
 
@@ -87,13 +87,12 @@ class PredictLadder:
         """
         if (self.parameters is None) != (self.tokens is None):
             raise ConfigError("--parameters and --tokens go together; the top rung needs neither")
-        family, out = ladder.open_ladder(self.file, self.out)
+        family = ladder.open_ladder(self.file, self.out)
         if self.parameters is None or self.tokens is None:
-            top = ladder.top_runs_of(family, out)
-            document = ladder.predict_top(top, out, ladder.read_and_fit(family, out))
+            document = ladder.predict_top(family)
         else:
             numbers = read_count("parameters", self.parameters), read_count("tokens", self.tokens)
-            document = asdict(ladder.read_and_fit(family, out).fit.predict(*numbers))
+            document = asdict(ladder.read_and_fit(family).fit.predict(*numbers))
         print(json.dumps(document) if self.json else ladder.describe_prediction(document))
 
 

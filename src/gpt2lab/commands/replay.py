@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         run_dir, recipe_of(run_dir), steps, change, layers=flags.layers, data_dir=flags.data_dir
     )
     print(json.dumps(found.as_json()) if flags.json else found.describe())
-    return 0 if found.departure is None else 1
+    return 0 if found.replay.departure is None else 1
 
 
 def read_steps(text: str) -> range:

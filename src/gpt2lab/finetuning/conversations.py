@@ -127,10 +127,7 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _turns(record: Any) -> tuple[Turn, ...]:
-    """Return the turns of a record.
-
-    Raises: ValueError saying what is wrong with it.
-    """
+    """Return the turns of a record."""
     if isinstance(record, bytes):
         try:
             record = json.loads(record.decode("utf-8-sig"))  # Windows writes a byte-order mark
@@ -164,7 +161,6 @@ def _turns(record: Any) -> tuple[Turn, ...]:
 
 
 def _of_messages(messages: Any, key: str) -> list[Turn]:
-    """Return the turns of messages in OpenAI's words or in ShareGPT's."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise ValueError(f'"{key}" is not a list of {{"role", "content"}} or {{"from", "value"}}')
     turns = []

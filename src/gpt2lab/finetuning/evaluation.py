@@ -30,13 +30,7 @@ class AnswerLoss:
     """The validation loss of the held-out rows, or of as many as `val_tokens` allows, evenly spaced."""
 
     def __init__(
-        self,
-        rows: Rows,
-        *,
-        val_tokens: int,
-        batch_size: int,
-        strategy: Strategy,
-        runtime: Runtime,
+        self, rows: Rows, *, val_tokens: int, batch_size: int, strategy: Strategy, runtime: Runtime
     ) -> None:
         self._batch_size, self._strategy, self._runtime = batch_size, strategy, runtime
         self._hidden = strategy.for_evaluation(hidden_of_rows, batch_size=batch_size)
@@ -73,7 +67,6 @@ class AnswerLoss:
         return self._summarize(nats)
 
     def _add(self, nats: np.ndarray, rows: np.ndarray, model: GPT) -> None:
-        """Add the losses of some rows' answers to their conversations."""
         ids = torch.from_numpy(self._ids[rows].astype(np.int64)).to(self._runtime.device)
         owner = self._owner[rows][:, 1:]  # (B, T)
         with torch.inference_mode(), self._strategy.autocast():

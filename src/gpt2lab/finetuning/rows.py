@@ -42,7 +42,6 @@ class Rows:
     tokenizer: Tokenizer
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self.ids)
 
     def targets(self) -> int:
@@ -56,9 +55,7 @@ class InstructionData(TokenData):
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
-    first: EncodedConversation | None = field(
-        default=None, repr=False, compare=False
-    )  # of the file
+    first: EncodedConversation | None = field(default=None, repr=False, compare=False)
 
     def example(self) -> str:
         """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""
@@ -157,7 +154,6 @@ def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: s
 def _encode(
     conversations: list[Conversation], T: int, tokenizer: Tokenizer
 ) -> tuple[list[EncodedConversation], tuple[str, ...]]:
-    """Return the conversations that can be trained on, and warnings about the others."""
     kept: list[EncodedConversation] = []
     empty: list[str] = []
     long: list[str] = []

@@ -100,7 +100,6 @@ class Ablation:
         return runs
 
     def _train(self, new: Sequence[SeedRun], before: Sequence[SeedRun]) -> None:
-        """Train new runs, and write the table of all complete seeds each time that one completes."""
         run_all(
             new,
             jobs=self.jobs,
@@ -122,7 +121,15 @@ class Ablation:
         comparisons = find_comparisons(
             runs, curves, smallest=self.smallest, until_decided=until_decided
         )
-        diverged, spent = diverged_sentences(rows), self._spent(runs)
+        logs = [history.read_log(run.folder) for run in runs]
+        spent = {
+            "seeds": len({run.seed for run in runs}),
+            "max_seeds": self.max_seeds,
+            "runs": len(runs),
+            "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
+            "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
+        }
+        diverged = diverged_sentences(rows)
         parts = [
             write_markdown(rows, target=self.target, until_decided=until_decided),
             write_comparisons(comparisons, smallest=self.smallest) if comparisons else "",
@@ -156,17 +163,6 @@ class Ablation:
             replace_durably(self.out / "ablation.json", json.dumps(document, indent=1) + "\n")
         return markdown, document
 
-    def _spent(self, runs: Sequence[SeedRun]) -> dict[str, Any]:
-        """Return what the runs took in all."""
-        logs = [history.read_log(run.folder) for run in runs]
-        return {
-            "seeds": len({run.seed for run in runs}),
-            "max_seeds": self.max_seeds,
-            "runs": len(runs),
-            "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
-            "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
-        }
-
 
 def all_seeds(seeds: Sequence[int], max_seeds: int, *, settings: int) -> list[int]:
     """Return every seed that the budget allows: the given ones, then the numbers after the largest of them.
@@ -192,9 +188,6 @@ def _reject_unequal_tokens(runs: Sequence[SeedRun]) -> None:
                 f"--until_decided compares last losses at equal tokens, but {run.setting} ends after {count:,} and "
                 f"{runs[0].setting} after {tokens[0]:,}; give both the same, or leave --until_decided out"
             )
-
-
-# -- the curves ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,12 +225,14 @@ def read_curve(run_dir: Path) -> Curve:
     )
 
 
-def reach(curve: Curve, target: float) -> tuple[float, float] | None:
-    """Return (tokens, seconds) at which a curve first reaches a loss, None if it never does.
+def reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
+    """Return (tokens, seconds) at which a curve first reaches a loss; None if it never does, or if one is unknown.
 
     The loss is interpolated linearly between evaluations; nothing is known before the first one, so a target above the
     first loss counts as reached there.
     """
+    if curve is None or target is None:
+        return None
     for index, loss in enumerate(curve.losses):
         if loss > target:
             continue
@@ -249,9 +244,6 @@ def reach(curve: Curve, target: float) -> tuple[float, float] | None:
         tokens, seconds = (x[index - 1] + share * (x[index] - x[index - 1]) for x in pairs)
         return tokens, seconds
     return None
-
-
-# -- the table -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,7 +278,7 @@ def compare(
     targets = [
         target if target is not None or curve is None else curve.losses[-1] for curve in baseline
     ]
-    base = [_reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
+    base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
     if target is None:  # its last loss, which it may have touched before by chance
         base = [(float(c.tokens[-1]), c.seconds[-1]) if c else None for c in baseline]
     whole = finished(baseline)
@@ -298,7 +290,7 @@ def compare(
             continue
         found = base
         if of_seeds is not baseline:
-            found = [_reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
+            found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
         is_equal = whole is not None and own[0].tokens[-1] == whole[0].tokens[-1]
         tokens, tokens_ratio = _over_reached(found, base, unit=0)
         seconds, seconds_ratio = _over_reached(found, base, unit=1)
@@ -334,10 +326,6 @@ def _over_reached(
         over_seeds(reached) if len(reached) == len(found) else None,
         over_seeds(ratios) if len(ratios) == len(found) else None,
     )
-
-
-def _reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
-    return None if curve is None or target is None else reach(curve, target)
 
 
 def differences_of(own: Sequence[Curve], baseline: Sequence[Curve]) -> list[float]:
@@ -384,12 +372,6 @@ def _show(found: OverSeeds | None, form: str) -> str:
     return form.format(found.mean) + (f" ± {form.format(half).lstrip('+')}" if half else "")
 
 
-def _last_results(run_dir: Path) -> Results | None:
-    """Return a run's last validation losses by document; None if they were not kept."""
-    path = file_of_step(run_dir, "validation", max(history.read_log(run_dir).current("eval")))
-    return read_results(path) if path.exists() else None
-
-
 def find_comparisons(
     runs: Sequence[SeedRun],
     with_diverged: Mapping[str, Sequence[Curve | None]],
@@ -406,8 +388,10 @@ def find_comparisons(
     if baseline not in curves:
         return []
     kept: dict[str, list[Results | None]] = {}
-    for run in runs:
-        kept.setdefault(run.setting, []).append(_last_results(run.folder))
+    for run in runs:  # their last validation losses by document
+        last = max(history.read_log(run.folder).current("eval"))
+        path = file_of_step(run.folder, "validation", last)
+        kept.setdefault(run.setting, []).append(read_results(path) if path.exists() else None)
     differences: dict[str, list[float]] = {}
     units: dict[str, OverUnits | None] = {}
     for name in others:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,8 @@ from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
 from gpt2lab.data.mixture import missing_folders, with_data_at
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.lab.replay import (
-    QUANTITIES,
-    Replay,
-    first_difference,
-    open_replay,
-    other_values,
-    settings_of,
-)
+from gpt2lab.lab import replay
+from gpt2lab.lab.replay import QUANTITIES, first_difference, open_replay, other_values
 from gpt2lab.lab.step_tokens import tokens_of_step
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
@@ -52,7 +46,7 @@ class Side:
 
     def settings(self, attempt: int) -> dict[str, Any]:
         """Return the settings of a start that its numbers depend on; its length is in steps."""
-        found = settings_of(self.folder, self.log, attempt)
+        found = replay.settings_of(self.folder, self.log, attempt)
         begin = self.log.begin_of(attempt)
         length = {"max_steps": begin["max_steps"]} if begin else {}
         decides = {
@@ -64,9 +58,7 @@ class Side:
 
     def environment(self, attempt: int) -> dict[str, Any] | None:
         """Return the environment of a start; None if it is not recorded any more."""
-        record = history.record_of_start(self.folder, attempt)
-        found: dict[str, Any] | None = record.get("environment")
-        return found
+        return history.record_of_start(self.folder, attempt).get("environment")
 
     @functools.cached_property
     def checkpoints(self) -> dict[int, CheckpointInfo]:
@@ -88,59 +80,18 @@ def open_side(folder: Path, recipe: Recipe, data_dir: tuple[str, ...]) -> Side:
     return Side(folder, log, recipe, data_dir if missing_folders(config) else ())
 
 
-def common_steps(a: Side, b: Side) -> Iterator[tuple[Event, Event]]:
-    """Yield the events of the steps that both runs logged, in order."""
-    ours, theirs = a.log.current_steps(), b.log.current_steps()
-    x, y = next(ours, None), next(theirs, None)
-    while x is not None and y is not None:
-        if x["step"] == y["step"]:
-            yield x, y
-            x, y = next(ours, None), next(theirs, None)
-        elif x["step"] < y["step"]:
-            x = next(ours, None)
-        else:
-            y = next(theirs, None)
-
-
 def first_logged_difference(a: Side, b: Side) -> tuple[int | None, int]:
     """Return the first logged step that differs, None if none does, and how many were compared."""
-    count = 0
-    for x, y in common_steps(a, b):
-        count += 1
+    shared = set(np.intersect1d(a.log.numbers, b.log.numbers).tolist())
+    events = ((e for e in side.log.current_steps() if e["step"] in shared) for side in (a, b))
+    for count, (x, y) in enumerate(zip(*events, strict=True), start=1):
         if first_difference(x, y) is not None:
             return int(x["step"]), count
-    return None, count
+    return None, len(shared)
 
 
-def hashes_of(info: CheckpointInfo) -> tuple[str, str]:
-    """Return the hashes of a checkpoint's weights and optimizer state, from its manifest."""
-    files = info.manifest["files"]
-    return files[MODEL]["sha256"], files[OPTIM]["sha256"]
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """The first tensor in which two sets of tensors differ."""
-
-    name: str
-    count: int  # values that differ
-    total: int
-    index: tuple[int, ...]  # of the first value that differs
-    values: tuple[float, float]
-
-    def describe(self) -> str:
-        """Format the difference."""
-        place = f" at {list(self.index)}" if self.index else ""
-        return (
-            f"{self.name}: {self.count:,} of {self.total:,} values differ, the first{place}: "
-            f"{self.values[0]!r} and {self.values[1]!r}"
-        )
-
-
-def first_tensor(
-    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
-) -> TensorDifference | str | None:
-    """Return the first tensor, by name, whose bits differ; only its name if shapes or types do; None if none."""
+def first_tensor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> str | None:
+    """Describe the first tensor, by name, whose bits differ; only its name if shapes or types do; None if none."""
     for name in sorted({*a, *b}):
         x, y = a.get(name), b.get(name)
         if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
@@ -148,23 +99,23 @@ def first_tensor(
         bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)]
         other = (bits[0] != bits[1]).view(x.numel(), -1).any(dim=1).nonzero().flatten()
         if len(other):
-            place = int(other[0])
-            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), x.shape))
-            values = (x.reshape(-1)[place].item(), y.reshape(-1)[place].item())
-            return TensorDifference(name, len(other), x.numel(), index, values)
+            first = int(other[0])
+            index = [int(i) for i in torch.unravel_index(torch.tensor(first), x.shape)]
+            values = " and ".join(repr(t.reshape(-1)[first].item()) for t in (x, y))
+            place = f" at {index}" if index else ""
+            return (
+                f"{name}: {len(other):,} of {x.numel():,} values differ, the first{place}: {values}"
+            )
     return None
 
 
-def first_saved_tensor(a: CheckpointInfo, b: CheckpointInfo) -> TensorDifference | str | None:
-    """Compare the weights, then the optimizer state, of two verified checkpoints."""
+def first_saved_tensor(a: CheckpointInfo, b: CheckpointInfo) -> str | None:
+    """Compare the weights, then the optimizer state, of two verified checkpoints, as `first_tensor`."""
     for name in (MODEL, OPTIM):
         files = [safetensors.torch.load_file(info.path / name) for info in (a, b)]
         if (found := first_tensor(*files)) is not None:
             return found
     return None
-
-
-# -- bisect ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -196,76 +147,11 @@ class Finding:
         return "\n".join([*lines, fmt.number_of(self.replays, "replay")])
 
 
-@dataclass(frozen=True)
-class _Records:
-    """What the logs and the checkpoints of two runs tell."""
-
-    logged: int | None  # first step whose logged values differ
-    unequal: int | None  # first common checkpoint before it whose bytes differ
-    equal: int | None  # last common checkpoint before it
-    compared: str
-
-    @property
-    def step(self) -> int | None:
-        """The step of the first difference."""
-        return self.logged if self.unequal is None else self.unequal
-
-
 def bisect(a: Side, b: Side) -> Finding:
     """Compare records, then hashes of checkpoints, then tensors; replay only if these do not tell.
 
     Raises: CheckpointError naming a checkpoint of both runs that is damaged; GPT2LabError if they share no step.
     """
-    records = _compare_records(a, b)
-    step = records.step
-    last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
-    x, y = a.at(last), b.at(last)
-    differences, notes = _compare_starts(a, b, x, y)
-    names = (paths.display_path(a.folder), paths.display_path(b.folder))
-    if step is None:
-        compared = f"{records.compared}, settings and environment of step {last}"
-        notes += [f"different, without effect so far: {line}" for _, line in differences]
-        return Finding(*names, None, None, [], [], compared, notes, 0)
-    for name, key in QUANTITIES:
-        if x.get(key) != y.get(key):
-            text = f"{x.get(key)} and {y.get(key)}"
-            if name == "batch":
-                text = _first_other_sample(a, b, step)
-            differences.append((name, text))
-    told = _Told()
-    if records.unequal is not None:
-        found = first_saved_tensor(a.checkpoints[step], b.checkpoints[step])
-        differences.append(("tensor", _tensor(found)))
-        if records.logged is not None:
-            told.conclusion.append(f"their logs differ from step {records.logged} on")
-    elif differences[0][0] in ("loss", "gradient norm", "update"):
-        told = _tell_by_checkpoint(a, b, step) or _tell_by_replay(a, b, step, records.equal)
-        differences += [] if told.tensor is None else [("tensor", told.tensor)]
-    return Finding(
-        *names,
-        step,
-        differences[0][0],
-        differences,
-        told.conclusion,
-        records.compared,
-        notes,
-        told.replays,
-    )
-
-
-def _is_equal(a: Side, b: Side, step: int) -> bool:
-    """Return whether two checkpoints have the same bytes, which are verified.
-
-    Raises: CheckpointError if one is damaged.
-    """
-    infos = a.checkpoints[step], b.checkpoints[step]
-    for info in infos:
-        manifest.verify(info.path)
-    return hashes_of(infos[0]) == hashes_of(infos[1])
-
-
-def _compare_records(a: Side, b: Side) -> _Records:
-    """Compare the logs, then the checkpoints up to the first difference of the logs."""
     logged, count = first_logged_difference(a, b)
     if not count:
         raise GPT2LabError("no step is in the logs of both runs")
@@ -280,7 +166,45 @@ def _compare_records(a: Side, b: Side) -> _Records:
         f"{fmt.number_of(count, 'step')} (batch, learning rate, loss, gradient norm, update), "
         f"{fmt.number_of(read, 'checkpoint')} of both ({detail})"
     )
-    return _Records(logged, unequal, max(both, default=None), compared)
+    step = logged if unequal is None else unequal
+    last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
+    x, y = a.at(last), b.at(last)
+    differences, notes = _compare_starts(a, b, x, y)
+    names = (paths.display_path(a.folder), paths.display_path(b.folder))
+    if step is None:
+        compared += f", settings and environment of step {last}"
+        notes += [f"different, without effect so far: {line}" for _, line in differences]
+        return Finding(*names, None, None, [], [], compared, notes, 0)
+    for name, key in QUANTITIES:
+        if x.get(key) != y.get(key):
+            text = f"{x.get(key)} and {y.get(key)}"
+            if name == "batch":
+                text = _first_other_sample(a, b, step)
+            differences.append((name, text))
+    said, replays = list[str](), 0
+    if unequal is not None:
+        found = first_saved_tensor(a.checkpoints[step], b.checkpoints[step])
+        differences.append(("tensor", found or "none differs"))
+        if logged is not None:
+            said.append(f"their logs differ from step {logged} on")
+    elif differences[0][0] in ("loss", "gradient norm", "update"):
+        later = next((saved for saved in shared if saved >= step and _is_equal(a, b, saved)), None)
+        if later is not None:
+            equal = f"their checkpoints of step {later} are equal, every byte"
+            said.append(f"{equal}: only the logs differ")
+        else:
+            said, found, replays = _tell_by_replay(a, b, step, max(both, default=None))
+            differences += [("tensor", f"before the update, {found}")] if found else []
+    return Finding(*names, step, differences[0][0], differences, said, compared, notes, replays)
+
+
+def _is_equal(a: Side, b: Side, step: int) -> bool:
+    """Return whether two checkpoints have the same bytes, which are verified."""
+    infos = a.checkpoints[step], b.checkpoints[step]
+    for info in infos:
+        manifest.verify(info.path)
+    ours, theirs = ([info.manifest["files"][f]["sha256"] for f in (MODEL, OPTIM)] for info in infos)
+    return ours == theirs
 
 
 def _compare_starts(
@@ -289,22 +213,6 @@ def _compare_starts(
     """Return how settings and environment differ at events `x` and `y` of a step, and notes on other differences."""
     settings = other_values(a.settings(x["attempt"]), b.settings(y["attempt"]), "and")
     here, there = a.environment(x["attempt"]), b.environment(y["attempt"])
-    notes = _notes(a, b, x, y)
-    environment: list[str] = []
-    if here and there:
-        environment = other_values(here, there, "and")
-    else:
-        notes.append("the environment of one run is not recorded any more, so it was not compared")
-    differences = [("setting", line) for line in settings]
-    return differences + [("environment", line) for line in environment], notes
-
-
-def _tensor(found: TensorDifference | str | None) -> str:
-    return found if isinstance(found, str) else found.describe() if found else "none differs"
-
-
-def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
-    """Return which versions of the code differ, and which steps only one run has."""
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
         notes.append(f"A has steps up to {ends[0]}, B up to {ends[1]}")
@@ -315,7 +223,13 @@ def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
     )
     if len(ours) == len(theirs) and (other := other_values(ours, theirs, "and")):
         notes.append(f"other versions: {', '.join(other)}")
-    return notes
+    environment: list[str] = []
+    if here and there:
+        environment = other_values(here, there, "and")
+    else:
+        notes.append("the environment of one run is not recorded any more, so it was not compared")
+    differences = [("setting", line) for line in settings]
+    return differences + [("environment", line) for line in environment], notes
 
 
 def _first_other_sample(a: Side, b: Side, step: int) -> str:
@@ -347,31 +261,17 @@ def _first_other_sample(a: Side, b: Side, step: int) -> str:
     return said
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What decides between two logs."""
+def _tell_by_replay(
+    a: Side, b: Side, step: int, equal: int | None
+) -> tuple[list[str], str | None, int]:
+    """Replay a step; return which log it agrees with, the first tensor that differs before it, and the replays.
 
-    tensor: str | None = None  # the first that differs before the step, if known
-    conclusion: list[str] = field(default_factory=list)
-    replays: int = 0
-
-
-def _tell_by_checkpoint(a: Side, b: Side, step: int) -> _Told | None:
-    """Return that only the logs differ, if a later checkpoint is equal in both runs; else None."""
-    shared = sorted(a.checkpoints.keys() & b.checkpoints.keys())
-    later = next((saved for saved in shared if saved >= step and _is_equal(a, b, saved)), None)
-    if later is None:
-        return None
-    text = f"their checkpoints of step {later} are equal, every byte: only the logs differ"
-    return _Told(conclusion=[text])
-
-
-def _tell_by_replay(a: Side, b: Side, step: int, equal: int | None) -> _Told:
-    """Replay a step and return which log it agrees with. `equal`: the newest common checkpoint before the step."""
+    `equal`: the newest common checkpoint before the step.
+    """
     sides = {"A": a, "B": b}
     todo = [name for name, side in sides.items() if any(s < step for s in side.checkpoints)]
     if not todo:
-        return _Told(conclusion=["no checkpoint before this step is left to replay it from"])
+        return ["no checkpoint before this step is left to replay it from"], None, 0
     if equal is not None:
         todo = todo[:1]  # from equal checkpoints both replays would be the same
     weights: list[dict[str, torch.Tensor]] = []
@@ -385,17 +285,15 @@ def _tell_by_replay(a: Side, b: Side, step: int, equal: int | None) -> _Told:
         weights.append({key: value.detach().clone() for key, value in tensors.items()})
         said += _conclude(sides, run, name, equal)
         run.close()
-    if len(weights) < 2:
-        return _Told(None, said, len(todo))
-    tensor = first_tensor(*weights)
-    if tensor is None:
+    tensor = first_tensor(*weights) if len(weights) == 2 else None
+    if len(weights) == 2 and tensor is None:
         said.append(f"the weights of both replays before step {step} are equal")
-        return _Told(None, said, len(todo))
-    return _Told(f"before the update, {_tensor(tensor)}", said, len(todo))
+    return said, tensor, len(todo)
 
 
-def _conclude(sides: dict[str, Side], run: Replay, name: str, equal: int | None) -> list[str]:
-    """Replay the next step of side `name` and return which logs it agrees with."""
+def _conclude(
+    sides: dict[str, Side], run: replay.Replay, name: str, equal: int | None
+) -> list[str]:
     begun = f"a replay of {name} from its checkpoint of step {run.from_step}"
     departed = run.departure
     event = run.take().event

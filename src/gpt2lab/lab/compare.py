@@ -118,19 +118,15 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
 
 
 def _by_what(found: list[Results]) -> dict[str, Results]:
-    """Return results keyed by what they measure."""
     return {f"{results.kind} {_task_of(results)}": results for results in found}
 
 
 def _difference(metric: str, a: Results, b: Results) -> Difference:
     of_a, of_b = a.per_unit[metric], b.per_unit[metric]
     found = estimate_mean(of_b - of_a, a.weights, a.strata)
-    right_or_wrong = set(np.unique([of_a, of_b])) <= {0.0, 1.0}
-    p = (
-        p_of_equal_accuracy(of_a, of_b)
-        if right_or_wrong
-        else p_of_zero_mean(of_b - of_a, a.weights, a.strata)
-    )
+    p = p_of_zero_mean(of_b - of_a, a.weights, a.strata)
+    if set(np.unique([of_a, of_b])) <= {0.0, 1.0}:  # right or wrong
+        p = p_of_equal_accuracy(of_a, of_b)
     return Difference(
         metric=name_of(a, metric),
         unit=a.unit,
@@ -239,7 +235,6 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
 
 
 def _settings_of(run: Path) -> dict[str, Any]:
-    """Return the settings that the runs of a group share."""
     config = history.read_config(run)
     shared = to_flat(config).items()
     return {n: v for n, v in shared if n not in _NOT_SHARED and policy_of(n, config) != "free"}
@@ -263,6 +258,9 @@ class GroupMetric:
 class ComparedGroups:
     """Two groups that were compared."""
 
+    a: str
+    b: str
+    smallest: float  # a difference that matters, in the unit of each metric
     seeds: tuple[int, ...]
     metrics: tuple[GroupMetric, ...]
     left_out: tuple[str, ...]  # results that some run lacks
@@ -312,13 +310,12 @@ def compare_groups(
     if not metrics:
         why = left_out[0] if left_out else f"no run has {only or 'validation'} results"
         raise DataError(f"{name_a} and {name_b} have nothing to compare: {why}")
-    return ComparedGroups(tuple(a), tuple(metrics), tuple(left_out))
+    return ComparedGroups(name_a, name_b, smallest, tuple(a), tuple(metrics), tuple(left_out))
 
 
 def _compare_results(
     a: list[Results], b: list[Results], *, smallest: float
 ) -> Iterator[GroupMetric]:
-    """Yield the comparison of each metric that all results have; those of A and B are in the order of their seeds."""
     for metric in a[0].per_unit:
         if all(metric in results.per_unit for results in (*a, *b)):
             pairs = zip(a, b, strict=True)
@@ -334,10 +331,7 @@ def _compare_results(
 
 
 def _require_alike(group: Group, results: list[Results]) -> None:
-    """Reject runs of a group that were not measured at the same step and on the same units.
-
-    Raises: DataError.
-    """
+    """Reject runs of a group that were not measured at the same step and on the same units."""
     first = results[0]
     for run, one in zip(group.values(), results, strict=True):
         if (one.step, one.units) != (first.step, first.units):
@@ -352,25 +346,24 @@ def _mean(results: Results, metric: str) -> float:
     return estimate_mean(results.per_unit[metric], results.weights).mean
 
 
-def groups_as_json(
-    name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float
-) -> dict[str, Any]:
+def groups_as_json(groups: ComparedGroups) -> dict[str, Any]:
     """Return the comparison as JSON values; those of the first metric also at the top level."""
     metrics = {}
     for one in groups.metrics:
         values = asdict(one)
         found = values.pop("found")
         unit = "nats/token" if found["metric"] == LOSS else None
-        said = over_seeds.sentence(one.found, smallest=smallest)
+        said = over_seeds.sentence(one.found, smallest=groups.smallest)
         metrics[one.found.metric] = values | found | {"unit": unit, "sentence": said}
-    head = {"a": name_a, "b": name_b, "seeds": groups.seeds, "smallest_difference": smallest}
+    head: dict[str, Any] = {"a": groups.a, "b": groups.b, "seeds": groups.seeds}
+    head |= {"smallest_difference": groups.smallest}
     first = next(iter(metrics.values()))
     return head | first | {"metrics": metrics, "left_out": groups.left_out}
 
 
-def describe_groups(name_a: str, name_b: str, groups: ComparedGroups, *, smallest: float) -> str:
+def describe_groups(groups: ComparedGroups) -> str:
     """Format the comparison as tables, with what the errors mean and one sentence per metric."""
-    parts = [f"A  {name_a}\nB  {name_b}"]
+    smallest, parts = groups.smallest, [f"A  {groups.a}\nB  {groups.b}"]
     units = list(dict.fromkeys(_unit(one) for one in groups.metrics))
     for unit in units:
         shown = [one for one in groups.metrics if _unit(one) == unit]

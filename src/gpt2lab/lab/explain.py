@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from gpt2lab.lab.stats import (
     t_p_value,
 )
 from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses
+from gpt2lab.runs.events import finite
 
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
@@ -94,17 +94,11 @@ def explain(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Explanation:
     return explain_losses(a, b)
 
 
-# -- the tokens ------------------------------------------------------------------------------------------------------
-
-
 class _Windows:
     """The windows of one source, as they were measured."""
 
     def __init__(self, source: Source, other: Source, T: int) -> None:
-        """`other`: the same windows, whose folder may be elsewhere.
-
-        Raises: DataError if the folder does not exist or holds other data.
-        """
+        """`other`: the same windows, whose folder may be elsewhere."""
         folder = next((f for f in (source.folder, other.folder) if Path(f).is_dir()), None)
         if folder is None:
             raise DataError(
@@ -114,7 +108,7 @@ class _Windows:
         self.source, self.folder = source, folder
         self.data = open_data(Path(folder), vocab_size=None)
         if self.data.fingerprint != source.fingerprint:
-            raise self._changed()
+            raise self.changed()
         self.shards = self.data.splits["val"]
         ids = 2**32 if self.data.tokenizer is None else self.data.tokenizer.size
         self.reader = WindowReader(self.shards, context_length=T, id_limit=ids)
@@ -127,19 +121,7 @@ class _Windows:
         self.unit = unit.reshape(len(samples), T)
         self.kind = parts.kind
 
-    def read(self, rows: slice) -> np.ndarray:
-        """Return some windows, (n, T + 1)."""
-        return self.reader.read(self.shard[rows], self.offset[rows])
-
-    def check(self, checksums: np.ndarray) -> None:
-        """Check that the windows are those that were measured.
-
-        Raises: DataError.
-        """
-        if hash_checksums(checksums) != self.source.windows_sha256:
-            raise self._changed()
-
-    def _changed(self) -> DataError:
+    def changed(self) -> DataError:
         return DataError(
             f"{self.folder}: not the data of the token losses; restore those, or evaluate both again with "
             f"--keep_token_losses"
@@ -165,7 +147,6 @@ class _Grouping:
 
 
 def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[str]]:
-    """Return the ways to divide these tokens, and those that are impossible."""
     first, left_out = opened[0].data, []
     frequencies = _mix([one.data for one in opened], [one.source.weight for one in opened])
     bounds = token_groups.window_bounds(T)
@@ -234,9 +215,6 @@ def _mix(data: list[TokenData], weights: list[float]) -> np.ndarray:
     return mixed
 
 
-# -- the sums --------------------------------------------------------------------------------------------------------
-
-
 def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
     """Split B - A of two evaluations of the same tokens, with a chunk of windows in memory at a time.
 
@@ -269,7 +247,7 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
         units=sum(units),
         unit=kinds.pop() if len(kinds) == 1 else "document or window",
         difference=float(whole.part.value[0]),
-        difference_se=_known(whole.part.se[0]),
+        difference_se=finite(float(whole.part.se[0])),
         exact_difference=b.val_loss - a.val_loss,
         splits=_splits(groupings, found),
         left_out=tuple(left_out),
@@ -290,13 +268,14 @@ def _chunks(
         checksums = np.empty(count, np.uint32)
         for first in range(0, count, step):
             rows = slice(first, min(first + step, count))
-            windows = one.read(rows)
+            windows = one.reader.read(one.shard[rows], one.offset[rows])
             checksums[rows] = checksums_of(windows)
             place = slice(begin + rows.start, begin + rows.stop)
             of_a = a.losses[place].astype(np.float64).ravel()
             difference = b.losses[place].astype(np.float64).ravel() - of_a
             yield _Chunk(number, rows, windows), (np.ones_like(of_a), of_a, difference)
-        one.check(checksums)
+        if hash_checksums(checksums) != one.source.windows_sha256:
+            raise one.changed()
         one.reader.close()
         begin += count
 
@@ -326,9 +305,9 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
     mean, mean_se, _ = at(means.mean)
     part, part_se, part_degrees = at(means.part)
     excess, excess_se, excess_degrees = at(means.excess)
-    half = (
-        float(t_half_width(part_se, part_degrees)) if part_degrees >= _LEAST_DEGREES else math.nan
-    )
+    half = math.nan
+    if part_degrees >= _LEAST_DEGREES:
+        half = float(t_half_width(part_se, part_degrees))
     can_test = tests > 0 and excess_se > 0 and excess_degrees >= _LEAST_DEGREES
     p = float(t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
     return Group(
@@ -337,27 +316,15 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
         a=float(means.a[g]),
         b=float(means.a[g]) + mean,
         mean=mean,
-        mean_se=_known(mean_se),
+        mean_se=finite(mean_se),
         part=part,
-        part_se=_known(part_se),
-        part_low=_known(part - half),
-        part_high=_known(part + half),
+        part_se=finite(part_se),
+        part_low=finite(part - half),
+        part_high=finite(part + half),
         excess=excess,
-        excess_se=_known(excess_se),
+        excess_se=finite(excess_se),
         stands_out=can_test and p * tests < ALPHA,
     )
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
-def explanation_as_json(found: Explanation) -> dict[str, Any]:
-    """Return the explanation as JSON values."""
-    return {**asdict(found), "sentence": sentence(found)}
 
 
 def sentence(found: Explanation) -> str:

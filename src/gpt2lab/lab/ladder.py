@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.errors import (
-    CheckError,
-    ConfigError,
-    DataError,
-    NoSourceError,
-    SaveError,
-    system_errors_as,
-)
+from gpt2lab.errors import CheckError, ConfigError, DataError, SaveError, system_errors_as
+from gpt2lab.files import replace_durably
 from gpt2lab.lab.ablation import read_curve
 from gpt2lab.lab.ladder_file import DATA, Family, read_family
 from gpt2lab.lab.seed_runs import (
@@ -32,15 +27,12 @@ from gpt2lab.lab.seed_runs import (
     run_all,
 )
 from gpt2lab.lab.stats import over_seeds
-from gpt2lab.planner import auto, calibration, hardware, ladder
-from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner import auto, ladder
 from gpt2lab.planner.ladder import Ladder
-from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.planner.scaling_law import Rung, fit_law, require_enough
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.folder import holder_of
-from gpt2lab.training.progress import Interval
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -48,12 +40,12 @@ if TYPE_CHECKING:
 _TOP_FLOPS = 4.0  # times the most expensive rung: a closer top rung hardly tests the law
 
 
-def open_ladder(file: str, out: Path | None) -> tuple[Family, Path]:
-    """Return a ladder and the folder of its runs.
+def open_ladder(file: str, out: Path | None) -> Family:
+    """Return a ladder; `out`: the folder of its runs.
 
     Raises: ConfigError; DataError if it reads the data of the built-in families and these are not prepared.
     """
-    family = read_family(file)
+    family = read_family(file, out)
     data = paths.from_working_directory(Path(DATA))
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
@@ -62,26 +54,22 @@ def open_ladder(file: str, out: Path | None) -> tuple[Family, Path]:
             f"python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare python-stdlib "
             f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
         )
-    default = paths.runs_folder(None) / family.name
-    return family, paths.from_working_directory(out) if out else default
+    return family
 
 
-def train_ladder(family: Family, out: Path, *, jobs: int, top: bool) -> None:
+def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
     """Train every rung that is not complete. `top`: then predict the top rung, write that down, and train it.
 
     Raises: ConfigError, DataError before anything is trained; CheckError, SavedInterrupt as `run_all`.
     """
-    tops = top_runs_of(family, out) if top else []
-    rungs, checks = family.rung_runs(out), _rate_runs(family, out)
+    tops = top_runs_of(family) if top else []
+    rungs, checks = family.rung_runs(), _rate_runs(family)
     _require_law(first_starts(rungs).values())
     check_runs([*rungs, *checks, *tops])
     run_all([*rungs, *checks], jobs=jobs)
     if tops:
-        say(describe_prediction(predict_top(tops, out, read_and_fit(family, out))))
+        say(describe_prediction(predict_top(family)))
         run_all(tops, jobs=jobs)
-
-
-# -- the plan ----------------------------------------------------------------------------------------------------
 
 
 def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
@@ -102,32 +90,29 @@ def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
 
 
 def _require_law(rungs: Iterable[Start]) -> None:
-    """Reject rungs that are too few to fit a law, before they are trained.
-
-    Raises: ConfigError.
-    """
+    """Reject rungs that are too few to fit a law, before they are trained."""
     require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
 
 
-def _rate_runs(family: Family, out: Path) -> list[SeedRun]:
-    rates = family.rate_runs(out).values()
+def _rate_runs(family: Family) -> list[SeedRun]:
+    rates = family.rate_runs().values()
     return [run for others in rates for runs in others.values() for run in runs]
 
 
-def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
+def plan_ladder(family: Family) -> dict[str, Any]:
     """Return the runs of a ladder with their expected time; start nothing.
 
     Raises: ConfigError, DataError: whatever the trainer would reject, and too few rungs for a law.
     """
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
-    rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
+    rungs, rates, top = family.rung_runs(), _rate_runs(family), family.top_runs()
     starts = first_starts([*rungs, *top]) | {run.setting: fresh_start(run) for run in rates}
     _require_law(starts[run.setting] for run in rungs)
     found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for name in (run.setting for run in runs):
             start = starts[name]
-            plan, time = start.plan, _time(start, out)
+            plan, expected = start.plan, auto.estimate_here(start)
             found.append(
                 {
                     "name": name,
@@ -139,7 +124,7 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
                     "epochs": plan.epochs,
                     "max_lr": start.config.optim.max_lr,
                     "flops": float(plan.flops_per_token * plan.tokens),
-                    "seconds": None if time is None else asdict(time),
+                    "seconds": expected and asdict(expected.seconds),
                 }
             )
     most = max(row["flops"] for row in found if row["kind"] == "rung")
@@ -155,35 +140,19 @@ def plan_ladder(family: Family, out: Path) -> dict[str, Any]:
                 f"the top rung has {times:.1f} x the FLOPs of the most expensive rung; "
                 f"a test of the law needs at least {_TOP_FLOPS:g} x"
             )
+    seconds = None
+    if all(row["seconds"] for row in found):  # the errors are fully correlated: bounds add up, too
+        keys = ("value", "low", "high")
+        seconds = {key: sum(row["seeds"] * row["seconds"][key] for row in found) for key in keys}
     return {
         "name": family.name,
-        "folder": str(out),
+        "folder": str(family.out),
         "runs": sum(row["seeds"] for row in found),
         "flops": sum(row["seeds"] * row["flops"] for row in found),
-        "seconds": _sum_of(found),
+        "seconds": seconds,
         "rows": found,
         "warnings": warnings,
     }
-
-
-def _time(start: Start, out: Path) -> Interval | None:
-    """Return how long one run takes on this machine alone; None if the machine is unknown."""
-    known = hardware.load()
-    detected = detect_hardware(device=start.config.system.device)
-    job = auto.job_on(detected, start.config, start.plan, start.data.tokens("train"))
-    try:
-        on, ratios = calibration.this_machine(detected, known, calibration.read(out), job)
-    except NoSourceError:
-        return None
-    return estimate(job, on, known, ratios=ratios).seconds
-
-
-def _sum_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Add up seconds whose errors are fully correlated, so that their bounds add up as well."""
-    if any(row["seconds"] is None for row in rows):
-        return None
-    keys = ("value", "low", "high")
-    return {key: sum(row["seeds"] * row["seconds"][key] for row in rows) for key in keys}
 
 
 def describe_plan(document: Mapping[str, Any]) -> str:
@@ -214,16 +183,10 @@ def describe_plan(document: Mapping[str, Any]) -> str:
     )
 
 
-# -- the results -------------------------------------------------------------------------------------------------
-
-
 def _losses(
-    family: Family, runs: Sequence[SeedRun], out: Path, *, tokens: int, data: str
+    family: Family, runs: Sequence[SeedRun], *, tokens: int, data: str
 ) -> tuple[float, ...]:
-    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on.
-
-    Raises: CheckError if one is not complete; ConfigError, DataError if one has other settings or data.
-    """
+    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on."""
     losses = []
     for run in runs:
         with prefix_errors(run.setting):
@@ -233,7 +196,7 @@ def _losses(
         except CheckError:  # nothing is measured yet
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
+            again = fmt.command_line(["run", family.file, "--out", paths.display_path(family.out)])
             fix = f"gpt2lab ladder {again}"
             if holder := holder_of(run.folder):
                 fix = f"{holder} is training it; wait for it"
@@ -248,17 +211,17 @@ def _losses(
     return tuple(losses)
 
 
-def read_and_fit(family: Family, out: Path) -> Ladder:
+def read_and_fit(family: Family) -> Ladder:
     """Read the losses of the rungs and fit the law.
 
     Raises: CheckError if one is not complete; ConfigError if they are too few.
     """
-    runs = family.rung_runs(out)
+    runs = family.rung_runs()
     starts = first_starts(runs)
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        losses = _losses(family, own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, own, tokens=plan.tokens, data=start.data.fingerprint)
         rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
@@ -272,21 +235,23 @@ def read_and_fit(family: Family, out: Path) -> Ladder:
     return Ladder(family.name, settings, fit_law(rungs))
 
 
-def top_runs_of(family: Family, out: Path) -> list[SeedRun]:
+def top_runs_of(family: Family) -> list[SeedRun]:
     """Return the runs of the top rung.
 
     Raises: ConfigError if there is none.
     """
-    if runs := family.top_runs(out):
+    if runs := family.top_runs():
         return runs
     raise ConfigError(f"{family.name} has no [top]: give the settings and tokens of a larger run")
 
 
-def predict_top(runs: Sequence[SeedRun], out: Path, found: Ladder) -> dict[str, Any]:
+def predict_top(family: Family) -> dict[str, Any]:
     """Write the prediction of the top rung, unless it exists, and return it.
 
-    Raises: CheckError if the top rung was started without one; SaveError.
+    Raises: ConfigError if there is no top rung; CheckError if it was started without one, or a rung is not complete;
+        SaveError.
     """
+    runs, found, out = top_runs_of(family), read_and_fit(family), family.out
     begun = next((run.name for run in runs if (run.folder).exists()), None)
     if begun is not None and not (out / ladder.PREDICTION).exists():
         raise CheckError(
@@ -298,20 +263,20 @@ def predict_top(runs: Sequence[SeedRun], out: Path, found: Ladder) -> dict[str, 
         return ladder.write_prediction(out, found, point)
 
 
-def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
+def _rates(family: Family, found: Ladder) -> list[dict[str, Any]]:
     """Compare the learning rate of the rule with the others at the checked rungs, seed by seed.
 
     The rule holds if its mean loss is not above the best one by more than half of the 95 % interval of their
     difference; unknown (None) with a single seed.
     """
     rows = []
-    for name, others in family.rate_runs(out).items():
+    for name, others in family.rate_runs().items():
         rung = found.fit.rungs[list(family.rungs).index(name)]
         losses = {1.0: rung.losses}
         try:
             for factor, runs in others.items():
                 data = found.settings["data"]
-                losses[factor] = _losses(family, runs, out, tokens=rung.tokens, data=data)
+                losses[factor] = _losses(family, runs, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -331,34 +296,32 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
     return rows
 
 
-def ladder_results(family: Family, out: Path) -> dict[str, Any]:
+def ladder_results(family: Family) -> dict[str, Any]:
     """Fit the law, score the prediction if the top rung is complete, and write ladder.json.
 
     Raises: CheckError if a rung is not complete, or the top rung was started before its prediction; SaveError.
     """
-    found = read_and_fit(family, out)
+    found, out = read_and_fit(family), family.out
     prediction, scored = ladder.read_prediction(out), None
     if prediction is not None and family.top is not None:
-        scored = _score(family, out, prediction)
-    rates = _rates(family, out, found)
+        scored = _score(family, prediction)
+    rates = _rates(family, found)
     document = ladder.ladder_as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     with system_errors_as(SaveError, out, fix="choose another --out"):
-        ladder.write_ladder(out, document)
+        text = json.dumps(document, indent=1, allow_nan=False)
+        replace_durably(out / ladder.FILE, text + "\n")
     return document
 
 
-def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Compare the top rung with its prediction; None if it is not complete.
-
-    Raises: CheckError if it was started before the prediction.
-    """
-    top = family.top_runs(out)
+def _score(family: Family, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Compare the top rung with its prediction; None if it is not complete."""
+    top = family.top_runs()
     start = fresh_start(top[0])
     tokens, data = start.plan.tokens, start.data.fingerprint
     try:
-        losses = _losses(family, top, out, tokens=tokens, data=data)
+        losses = _losses(family, top, tokens=tokens, data=data)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(run.folder))["time"]) for run in top)
@@ -392,6 +355,11 @@ def describe_results(document: Mapping[str, Any]) -> str:
                 *(fmt.number(spread), f"{row['fitted']:.4f}", f"{row['fitted'] / own - 1:+.2%}"),
             ]
         )
+    best = ("parameters", "tokens", "loss")
+    frontier = [
+        [f"{row['flops']:.2e}", *(_interval(row[key], 3) for key in best)]
+        for row in document["frontier"]
+    ]
     head = ["rung", "parameters", "tokens", "val loss", "sd of seeds", "law", "off by"]
     law, seeds = document["law"], document["seed_spread"]
     lines = [
@@ -400,25 +368,12 @@ def describe_results(document: Mapping[str, Any]) -> str:
         "L = E + A/N^alpha + B/D^beta, nats/token: "
         + ", ".join(f"{name} {value:.4g}" for name, value in law.items()),
         *(f"  {name:<6} {_interval(at, 3)}" for name, at in document["law_intervals"].items()),
-        *(
-            ["E is near 0: these rungs do not determine the irreducible loss"]
-            if law["E"] < 0.01
-            else []
-        ),
+        *["E is near 0: these rungs do not determine the irreducible loss"] * (law["E"] < 0.01),
         f"standard deviations: {'n/a' if seeds is None else f'{seeds:.2%}'} over the seeds of a rung, and another "
         f"{document['misfit']:.2%} of the rungs from the law",
         "",
         "compute-optimal, by 6 N D",
-        fmt.table(
-            ["FLOPs", "parameters", "tokens", "loss"],
-            [
-                [
-                    f"{row['flops']:.2e}",
-                    *(_interval(row[key], 3) for key in ("parameters", "tokens", "loss")),
-                ]
-                for row in document["frontier"]
-            ],
-        ),
+        fmt.table(["FLOPs", *best], frontier),
     ]
     lines += [_describe_rate(row) for row in document["rates"]]
     if document["prediction"] is not None:

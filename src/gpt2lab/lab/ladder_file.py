@@ -77,28 +77,27 @@ class Family:
 
     file: str  # as it was given, or the family's name
     name: str
+    out: Path  # folder of its runs
     seeds: tuple[int, ...]
-    rungs: Mapping[
-        str, dict[str, Any]
-    ]  # {name: settings} in the order of the file, without the top
+    rungs: Mapping[str, dict[str, Any]]  # settings by name, in the order of the file; not the top
     top: tuple[str, dict[str, Any]] | None
     rate: RateRule | None
 
-    def rung_runs(self, out: Path) -> list[SeedRun]:
+    def rung_runs(self) -> list[SeedRun]:
         """Return the runs to fit.
 
         Raises: ConfigError.
         """
-        return self._runs({name: (values, 1.0) for name, values in self.rungs.items()}, out)
+        return self._runs(self.rungs)
 
-    def top_runs(self, out: Path) -> list[SeedRun]:
+    def top_runs(self) -> list[SeedRun]:
         """Return the runs of the top rung, [] if the file has none.
 
         Raises: ConfigError.
         """
-        return self._runs({self.top[0]: (self.top[1], 1.0)}, out) if self.top else []
+        return self._runs(dict([self.top])) if self.top else []
 
-    def rate_runs(self, out: Path) -> dict[str, dict[float, list[SeedRun]]]:
+    def rate_runs(self) -> dict[str, dict[float, list[SeedRun]]]:
         """Return {checked rung: {factor of the rule's rate: its runs}}.
 
         Raises: ConfigError.
@@ -107,15 +106,15 @@ class Family:
             return {}
         return {
             name: {
-                factor: self._runs({f"{name}_x{factor:g}": (self.rungs[name], factor)}, out)
+                factor: self._runs({f"{name}_x{factor:g}": self.rungs[name]}, factor)
                 for factor in self.rate.factors
             }
             for name in self.rate.check
         }
 
-    def _runs(self, rungs: dict[str, tuple[dict[str, Any], float]], out: Path) -> list[SeedRun]:
-        settings = {name: Setting(self.request(*rung)) for name, rung in rungs.items()}
-        return plan_runs(settings, seeds=self.seeds, out=out)
+    def _runs(self, rungs: Mapping[str, dict[str, Any]], factor: float = 1.0) -> list[SeedRun]:
+        settings = {name: Setting(self.request(own, factor)) for name, own in rungs.items()}
+        return plan_runs(settings, seeds=self.seeds, out=self.out)
 
     def request(self, values: dict[str, Any], factor: float) -> RunRequest:
         """Return the request of a run with these settings, at the rate of the rule times a factor."""
@@ -130,29 +129,27 @@ class Family:
         return request.with_settings(**rates)
 
 
-def read_family(what: str) -> Family:
-    """Return the ladder of a TOML file, or a built-in family by its name.
+def read_family(what: str, out: Path | None = None) -> Family:
+    """Return the ladder of a TOML file, or a built-in family by its name; `out`: the folder of its runs.
 
     Raises: ConfigError naming the file and what is wrong with it.
     """
     if what in FAMILIES:
-        return _family(what, what, FAMILIES[what])
+        return _family(what, what, FAMILIES[what], out)
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: not a ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST, follow=True).decode("utf-8-sig")
-        return _family(what, path.stem, tomllib.loads(text))
+        return _family(what, path.stem, tomllib.loads(text), out)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # not UTF-8, not TOML
-        raise ConfigError(f"{path}: {error}") from None
-    except GPT2LabError as error:
+    except (ValueError, GPT2LabError) as error:  # not UTF-8, not TOML, not a ladder
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _family(file: str, name: str, table: dict[str, Any]) -> Family:
+def _family(file: str, name: str, table: dict[str, Any], out: Path | None) -> Family:
     _known("", table, _KEYS)
     seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
     shared = _settings("settings", table.get("settings", {}))
@@ -188,7 +185,8 @@ def _family(file: str, name: str, table: dict[str, Any]) -> Family:
     rate = _rate(table["rate"], rungs) if "rate" in table else None
     if rate is None and "max_lr" not in shared:
         raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
-    return Family(file, name, tuple(seeds), rungs, top, rate)
+    folder = paths.from_working_directory(out) if out else paths.runs_folder(None) / name
+    return Family(file, name, folder, tuple(seeds), rungs, top, rate)
 
 
 def _rung_name(size: str, tokens: int) -> str:
@@ -227,7 +225,6 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> RateRule:
 
 
 def _settings(where: str, values: Any) -> dict[str, Any]:
-    """Check the settings of one table."""
     if not isinstance(values, dict):
         raise ConfigError(f"[{where}]: not a table of settings")
     ours = sorted(set(values) & set(_OURS) - ({"max_lr"} if where == "settings" else set()))
@@ -252,10 +249,7 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
 def _list_of(
     table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str, where: str = ""
 ) -> list[Any]:
-    """Return a list of distinct values, in their order; `where`: the name of the table for an error.
-
-    Raises: ConfigError.
-    """
+    """Return a list of distinct values, in their order; `where`: the name of the table for an error."""
     values, key = table.get(key), where + key
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{key}: give a list of {what}")

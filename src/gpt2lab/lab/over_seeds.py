@@ -146,9 +146,6 @@ def compare_all(
     return comparisons
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
-
-
 def sentence(found: Comparison, *, smallest: float = SMALLEST) -> str:
     """Return what a comparison shows, in one sentence."""
     of = "" if found.metric == LOSS else f"{found.metric}: "
@@ -193,7 +190,6 @@ def _verdict(found: Comparison, smallest: float) -> str:
 
 
 def _power(found: Comparison) -> str:
-    """Return how many seeds would show the smallest difference that matters."""
     need, had = found.seeds_needed, found.over_seeds.seeds
     assert need is not None  # of several seeds it is known
     size = f"{need.difference:g}{_unit(found)}"

@@ -7,6 +7,7 @@ so a run that was rewound replays as it went. There is no logger, saver or lock:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
-from gpt2lab.runs.events import Event
+from gpt2lab.runs.events import Event, finite
 from gpt2lab.runs.history import Log
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
@@ -119,11 +120,9 @@ def first_difference(
     """
     for name, field in QUANTITIES:
         x, y = a.get(field), b.get(field)
-        allowed = (tolerance or {}).get(field)
-        if isinstance(x, float) and isinstance(y, float) and allowed is not None:
-            is_same = math.isclose(x, y, rel_tol=allowed)
-        else:
-            is_same = x == y
+        is_same = x == y
+        if isinstance(x, float) and isinstance(y, float):
+            is_same = math.isclose(x, y, rel_tol=(tolerance or {}).get(field, 0.0))
         if not is_same:
             return name, field
     return None
@@ -252,10 +251,7 @@ def _settings_then(run_dir: Path, log: Log, attempt: int, info: CheckpointInfo) 
 
 
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
-    """Reject a range of steps within which a resume changed settings that training depends on.
-
-    Raises: ConfigError.
-    """
+    """Reject a range of steps within which a resume changed settings that training depends on."""
     config = history.read_config(run_dir)
     by_attempt = {event["attempt"]: event for event in log.of_kind("resume")}
     attempts = [event["attempt"] for event in events.values()]
@@ -292,7 +288,6 @@ class Replay:
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader
         self.departure: Departure | None = None
-        self._documents: Documents | None = None
         self.rounding = rounding
 
     @property
@@ -337,19 +332,18 @@ class Replay:
         first = self.logged[step]["first_sample"]
         return np.arange(first, first + self.start.plan.batch.samples)
 
+    @functools.cached_property
     def documents(self) -> Documents:
         """Return the documents of the training data.
 
         Raises: ConfigError if they are unknown.
         """
-        if self._documents is None and self.start.config.tuning.instructions is None:
-            self._documents = find_documents(self.start.data)
-        if self._documents is None:
+        data, is_tuned = self.start.data, self.start.config.tuning.instructions is not None
+        if is_tuned or (found := find_documents(data)) is None:
             raise ConfigError(
-                f"{paths.display_path(self.start.data.folder)}: its documents are not marked; "
-                f"leave out samples instead"
+                f"{paths.display_path(data.folder)}: its documents are not marked; leave out samples instead"
             )
-        return self._documents
+        return found
 
     def mask(self, step: int, change: Change) -> np.ndarray:
         """Return which targets of a step a change leaves out, (S, T) bool.
@@ -358,8 +352,8 @@ class Replay:
         """
         samples, T = self.samples_of(step), self.start.config.model.context_length
         if change.without_documents:
-            documents, places = self.documents(), self.start.order.locate(samples)
-            rows = [documents.of_targets(s, o, T) for s, o in zip(*places, strict=True)]
+            places = zip(*self.start.order.locate(samples), strict=True)
+            rows = [self.documents.of_targets(shard, offset, T) for shard, offset in places]
             return np.isin(np.stack(rows), list(change.without_documents))
         rows_out = np.isin(samples, list(change.without_samples))
         return np.repeat(rows_out[:, None], T, axis=1)
@@ -404,12 +398,12 @@ class Replay:
             "step": number,
             "batch_hash": batch.hash,
             "lr": lr,
-            "loss": _finite(stats.loss),
-            "grad_norm": _finite(norm),
+            "loss": finite(stats.loss),
+            "grad_norm": finite(norm),
             "updated": stats.updated,
         }
         unclipped = {
-            name: _finite(value / scale) if scale else None for name, value in norms.items()
+            name: finite(value / scale) if scale else None for name, value in norms.items()
         }  # 0 of an infinite norm
         taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
         found = first_difference(taken.logged, event, tolerance=self.tolerance)
@@ -448,10 +442,6 @@ class Replay:
         return stats.loss, stats.grad_norm
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatch:
     """Return a batch without the targets of a mask, (S, T) bool; its loss is the mean over the others.
 
@@ -483,33 +473,27 @@ def layer_norms(model: torch.nn.Module) -> dict[str, float]:
     return {layer: math.sqrt(square) for layer, square in squares.items()}
 
 
-# -- the result ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ReplayResult:
     """The steps of a replay beside the log."""
 
     run: Path
-    from_step: int
+    replay: Replay  # at its end
     change: str | None
     shown: list[ReplayedStep]
     # Gradient norms of the same steps without the change.
     unchanged_layers: dict[int, dict[str, float | None]]
-    departure: Departure | None  # of the unchanged steps from the log
-    other_environment: list[str]  # what differs from the environment of the run
-    rounding: str | None  # why bits are not compared
-    notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
+        departure = self.replay.departure
         return {
             "run": str(self.run),
-            "from_step": self.from_step,
+            "from_step": self.replay.from_step,
             "change": self.change,
-            "compared": "rounding" if self.rounding else "bits",
-            "departure": self.departure and dataclasses.asdict(self.departure),
-            "environment": self.other_environment,
+            "compared": "rounding" if self.replay.rounding else "bits",
+            "departure": departure and dataclasses.asdict(departure),
+            "environment": self.replay.other_environment(),
             "steps": [
                 {
                     "step": step.event["step"],
@@ -528,8 +512,8 @@ class ReplayResult:
         first, last = self.shown[0].event["step"], self.shown[-1].event["step"]
         lines = [
             f"{paths.display_path(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
-            f"{self.from_step}{f', {self.change}' if self.change else ''}",
-            *self.notes,
+            f"{self.replay.from_step}{f', {self.change}' if self.change else ''}",
+            *self.replay.notes,
         ]
         rows = [
             [
@@ -559,10 +543,9 @@ class ReplayResult:
 
     def _verdict(self, end: int) -> str:
         """Return whether the unchanged steps, those before `end`, are as logged."""
-        begin = self.from_step + 1
-        if self.departure is not None:
-            found = self.departure
-            other = ", ".join(self.other_environment)
+        begin = self.replay.from_step + 1
+        if (found := self.replay.departure) is not None:
+            other = ", ".join(self.replay.other_environment())
             why = f"; likely cause: {other}" if other else ""
             return (
                 f"not as logged: step {found.step} is the first that differs, in its {found.quantity} "
@@ -571,11 +554,11 @@ class ReplayResult:
         if begin == end:
             return "the change begins with the first step, so no step was compared with the log"
         which = fmt.steps(begin, end - 1)
-        if self.rounding is None:
+        if self.replay.rounding is None:
             return f"{which}: batch, learning rate, loss and gradient norm are bitwise as logged"
         return (
             f"{which}: the same batches and learning rates; losses within 1e-5 and gradient norms within 1e-4, because "
-            f"{self.rounding}"
+            f"{self.replay.rounding}"
         )
 
 
@@ -616,12 +599,8 @@ def replay(
     again.close()
     return ReplayResult(
         run_dir,
-        again.from_step,
+        again,
         described,
         [step for step in taken if step.event["step"] in steps],
         {number: norms for number, norms in unchanged.items() if number in steps},
-        again.departure,
-        again.other_environment(),
-        again.rounding,
-        again.notes,
     )

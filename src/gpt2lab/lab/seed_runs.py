@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from gpt2lab import fmt, paths
+from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import (
     CheckError,
     ConfigError,
@@ -42,17 +44,14 @@ if TYPE_CHECKING:
 
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
 
-# -- planning --------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Setting:
     """What the trainer is asked for, seed and folder apart."""
 
     request: RunRequest
-    flags: tuple[
-        str, ...
-    ] = ()  # of the trainer, which a settings file cannot hold, such as --preset 1xa100
+    # Of the trainer, which a settings file cannot hold, such as --preset 1xa100.
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,7 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
 
 
 def _placed(request: RunRequest, name: str, seed: int, out: Path) -> RunRequest:
-    """Return the request of one run, which continues where an earlier process stopped.
-
-    Raises: ConfigError if there is no such --init_from.
-    """
+    """Return the request of one run, which continues where an earlier process stopped."""
     own = {"seed": seed, "checkpoint_dir": str(out), "run_name": name}
     begin = request.config.init.init_from
     # Its name is that of a run among the others, and `out` is where this one lies.
@@ -198,9 +194,6 @@ def require_own_settings(run: SeedRun) -> None:
             )
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
 def run_all(
     runs: Sequence[SeedRun],
     *,
@@ -220,21 +213,26 @@ def run_all(
     trainers = _Trainers(_environments(jobs, on_cpu=devices == {"cpu"}))
     may_diverge = on_divergence == "continue"
 
-    def train(number: int, run: SeedRun) -> None:
+    def train(number: int, run: SeedRun) -> SeedRun:
         label = f"[{number}/{len(runs)}] {run.name}"
         with trainers.slot(run) as environment:
             _run_one(run, label, environment, trainers, may_diverge=may_diverge)
+        return run
 
     complete: set[str] = set()
     pool = ThreadPoolExecutor(jobs)
     try:
-        for run in _as_completed(runs, train, pool if jobs > 1 else None):
+        numbered = enumerate(runs, start=1)
+        trained: Iterable[SeedRun] = itertools.starmap(train, numbered)  # in this thread
+        if jobs > 1:
+            trained = _as_completed([pool.submit(train, *one) for one in numbered])
+        for run in trained:
             complete.add(run.name)
             waiting = {other.seed for other in runs if other.name not in complete}
             if done := [other for other in runs if other.seed not in waiting]:
                 refresh(done)
             if jobs > 1:
-                say(progress(runs))
+                say(f"{run.name} is complete: {len(complete)} of {len(runs)} runs")
     except KeyboardInterrupt:
         if SaveError.exit_code in trainers.stop():
             raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
@@ -243,26 +241,14 @@ def run_all(
         pool.shutdown()
 
 
-def _as_completed(
-    runs: Sequence[SeedRun], train: Callable[[int, SeedRun], None], pool: ThreadPoolExecutor | None
-) -> Iterator[SeedRun]:
-    """Train runs one by one in this thread, or in the threads of a pool; yield each that is complete.
-
-    Raises: the first error; with a pool, after all others have ended.
-    """
-    numbered = enumerate(runs, start=1)
-    if pool is None:
-        for number, run in numbered:
-            train(number, run)
-            yield run
-        return
-    tasks = {pool.submit(train, number, run): run for number, run in numbered}
+def _as_completed(tasks: list[Future[SeedRun]]) -> Iterator[SeedRun]:
+    """Yield each run that is complete, and raise the first error after all others have ended."""
     errors = []
     for task in as_completed(tasks):
         if error := task.exception():
             errors.append(error)
         else:
-            yield tasks[task]
+            yield task.result()
     if errors:
         raise errors[0]
 
@@ -271,7 +257,6 @@ class _Trainers:
     """The running trainer processes, one per slot; none starts after one has failed or all were told to stop."""
 
     def __init__(self, environments: Sequence[dict[str, str]]) -> None:
-        """`environments`: the environment variables of each slot."""
         self._running: list[subprocess.Popen[str]] = []
         self._stopping = threading.Event()
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
@@ -280,10 +265,7 @@ class _Trainers:
 
     @contextlib.contextmanager
     def slot(self, run: SeedRun) -> Iterator[dict[str, str]]:
-        """Wait for a free slot and hold it; yield its environment variables.
-
-        Raises: CheckError if no further run may start.
-        """
+        """Wait for a free slot and hold it; yield its environment variables."""
         environment = self._free.get()
         try:
             if self._stopping.is_set():
@@ -296,7 +278,6 @@ class _Trainers:
             self._free.put(environment)
 
     def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
-        """Train in a fresh process; return its exit code and what it wrote to stderr."""
         run.write_settings()
         trainer = subprocess.Popen(
             [sys.executable, *paths.trainer("train"), *run.trainer_words()],
@@ -346,13 +327,15 @@ def _run_one(
 
 
 def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
-    """Return the environment variables of each job: a GPU of its own, or its share of the cores.
-
-    Raises: ConfigError if there are fewer GPUs than jobs.
-    """
+    """Return the environment variables of each job: a GPU of its own, or its share of the cores."""
     if jobs == 1:
         return [{}]
-    gpus = [] if on_cpu else visible_gpus()
+    gpus: list[str] = []
+    if not on_cpu and (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+    elif not on_cpu:
+        listed = enumerate(smi("-L").splitlines())
+        gpus = [str(number) for number, line in listed if line.startswith("GPU")]
     if gpus and len(gpus) < jobs:
         raise ConfigError(
             f"--jobs {jobs}: there {'is 1 GPU' if len(gpus) == 1 else f'are {len(gpus)} GPUs'}, "
@@ -361,27 +344,3 @@ def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
     return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
-
-
-def visible_gpus() -> list[str]:
-    """Return the numbers of the GPUs that a process started here may use, without torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return []
-    return [str(number) for number, line in enumerate(found.splitlines()) if line.startswith("GPU")]
-
-
-def progress(runs: Sequence[SeedRun]) -> str:
-    """Return a table of the runs: state, step and last validation loss."""
-    rows = []
-    for run in runs:
-        status: dict[str, Any] = history.read_json(run.folder / "status.json") or {}
-        losses = history.read_log(run.folder).current("eval")
-        last = losses[max(losses)]["val_loss"] if losses else None
-        state, step = str(status.get("state", "waiting")), str(status.get("step", 0))
-        rows.append((run.name, state, step, fmt.number(last)))
-    return fmt.table(("run", "state", "step", "val loss"), rows)

@@ -21,9 +21,7 @@ from gpt2lab.evaluation.uncertainty import estimate_mean
 ALPHA = 0.05  # 1 - confidence
 POWER = 0.8  # the probability with which a difference of the given size should be found
 MOST_SEEDS = 10_000  # larger answers are of no use
-_EXACT_UNITS = (
-    12  # up to this many units all 2^n signs are tried; beyond, Student's t is close enough
-)
+_EXACT_UNITS = 12  # up to these all 2^n signs are tried; beyond, Student's t is close enough
 _QUANTILES = 2000  # of a variance, to average a power over it: accurate to 1e-4
 # The precision (1 / variance) of the mixture over effect sizes (mean / standard deviation): intervals are narrowest
 # between 4 and 10 seeds, and finite from the third seed on. A constant, because it may not depend on the data.

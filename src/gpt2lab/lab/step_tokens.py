@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -19,17 +18,6 @@ from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.recipe import Recipe
-
-
-class _Rows(Protocol):
-    ids: np.ndarray  # (N, T + 1)
-
-
-@runtime_checkable
-class _RowsInMemory(Protocol):
-    """Data that are rows in memory in place of shards on disk, as fine-tuning builds them."""
-
-    rows: Mapping[str, _Rows]
 
 
 @dataclass(frozen=True)
@@ -53,10 +41,7 @@ class StepTokens:
         Reads the training tokens up to the last shard of these windows.
         """
         last = int(self.shards.max()) + 1
-        known = (
-            None if isinstance(self.data, _RowsInMemory) else find_documents(self.data, shards=last)
-        )
-        if known is None:
+        if _in_memory(self.data) or (known := find_documents(self.data, shards=last)) is None:
             return []
         rows = zip(self.shards.tolist(), self.offsets.tolist(), strict=True)
         return [known.of_targets(*row, self.windows.shape[1] - 1) for row in rows]
@@ -126,14 +111,19 @@ def tokens_of_step(
     )
 
 
+def _in_memory(data: TokenData) -> Any:
+    """Return {split: rows} of data that are no shards on disk, as fine-tuning builds them; else None."""
+    return getattr(data, "rows", None)
+
+
 def _read_windows(
     data: TokenData, config: Config, shards: np.ndarray, offsets: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
     """Return windows, (S, T + 1), and the place of each within its shard."""
     T = config.model.context_length
-    if isinstance(data, _RowsInMemory):
+    if in_memory := _in_memory(data):
         rows = offsets // T
-        return data.rows["train"].ids[rows], [f"row {number}" for number in rows.tolist()]
+        return in_memory["train"].ids[rows], [f"row {number}" for number in rows.tolist()]
     reader = WindowReader(data.splits["train"], context_length=T, id_limit=config.model.id_limit)
     windows = reader.read(shards, offsets)
     reader.close()

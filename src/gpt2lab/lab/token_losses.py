@@ -167,22 +167,17 @@ def find_token_losses(name: str, checkpoint_dir: Path) -> TokenLosses:
     Raises: DataError that says how to make them.
     """
     folder = None if name.endswith(".npz") else find_folder(name, checkpoint_dir)
-    for place in () if folder is None else _places(folder):
+    places = [] if folder is None else [folder]
+    if folder is not None and (of_run := run_and_step(folder)) is not None:
+        run_dir, step = of_run
+        places = evaluations.current_folders(run_dir, history.read_log(run_dir), FACTS, step)
+    for place in places:
         if (place / FACTS).exists():
             return read_token_losses(place)
     raise DataError(
         f"{name}: holds no token losses (training keeps them at its end alone, not at a stop); "
         f"keep them with gpt2lab evaluate {name} --keep_token_losses"
     )
-
-
-def _places(folder: Path) -> list[Path]:
-    """Return the folders in which token losses of a name may lie, the best first."""
-    of_run = run_and_step(folder)
-    if of_run is None:
-        return [folder]
-    run_dir, only_step = of_run
-    return evaluations.current_folders(run_dir, history.read_log(run_dir), FACTS, only_step)
 
 
 class TokenLossKeeper(Extension):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,16 @@ from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import sum_of_squares
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing
+from gpt2lab.runs.events import finite
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD
 from gpt2lab.training.recipe import Recipe
 
-FEWEST_BEFORE = (
-    8  # steps before one that may be a spike; the trainer waits for more, because it acts
-)
+FEWEST_BEFORE = 8  # steps before one that may be a spike; the trainer, which acts, waits for more
 _LONGEST_CYCLE = 16  # tokens
 _HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of an excerpt, rows of the table
-_LITTLE = (
-    0.8  # if more of the norm is left without the worst sample, that sample does not explain it
-)
+_LITTLE = 0.8  # of the norm: if more is left without the worst sample, that does not explain it
 
 
 @dataclass(frozen=True)
@@ -72,12 +68,17 @@ def contributions(replay: Replay) -> list[Contribution]:
 
     _, norm = replay.measure(batch, look=keep)
     seed = fold_seed(replay.start.config.data.seed, replay.state.step + 1)
+    compiled = replay.start.config.system.compile == "on"
     found: list[Contribution] = []
     for micro in counted(batch.micro_batches, "micro-batches"):
         for row in range(len(micro.tokens)):
             one = slice(row, row + 1)
             torch.manual_seed(fold_seed(seed, micro.index))
-            with _uncompiled(replay), components.strategy.autocast():
+            # Compiled, a single row would recompile the model for its shape.
+            eager = (
+                torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+            )
+            with eager, components.strategy.autocast():
                 loss = components.trained.forward(micro.tokens[one], micro.targets[one])
             (loss / batch.num_targets).backward()
             pairs = [
@@ -97,13 +98,6 @@ def contributions(replay: Replay) -> list[Contribution]:
                 )
             )
     return found
-
-
-def _uncompiled(replay: Replay) -> AbstractContextManager[None]:
-    """Return a context without compilation: a single row would recompile the model for its shape."""
-    if replay.start.config.system.compile == "on":
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
 
 
 def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
@@ -141,7 +135,8 @@ def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -
     end = None if tokenizer is None else tokenizer.end_of_text
     run, token = longest_run(ids)
     if run >= max(16, len(ids) // 8):
-        what = "end of text" if token == end else _token(token, tokenizer)
+        what = f"id {token}" if tokenizer is None else f"id {token}, {tokenizer.decode([token])!r}"
+        what = "end of text" if token == end else what
         found.append(f"repetition of one token ({what}), {run:,} times")
     else:
         length, period = longest_cycle(ids)
@@ -197,13 +192,6 @@ def rare_shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     return float(shares[0]), float(np.median(shares[1:])) if len(others) else 1.0
 
 
-def _token(token: int, tokenizer: Tokenizer | None) -> str:
-    return f"id {token}" if tokenizer is None else f"id {token}, {tokenizer.decode([token])!r}"
-
-
-# -- the report ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sample:
     """Where a sample is from, and its text."""
@@ -230,7 +218,7 @@ class SpikeReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values; non-finite numbers are null."""
-        found: dict[str, Any] = _finite(dataclasses.asdict(self) | {"run": str(self.run)})
+        found: dict[str, Any] = finite(dataclasses.asdict(self) | {"run": str(self.run)})
         return found
 
     def describe(self) -> str:
@@ -268,7 +256,13 @@ class SpikeReport:
             lines.append(f"sample {number:,}: {sample.place}{which}")
             if sample.text is not None:
                 lines.append(f"  {sample.text}")
-        lines += [self._describe_without(one) for one in self.without]
+        for one in self.without:
+            patterns = "; ".join(self.samples[one.sample].patterns)
+            lines.append(
+                f"without sample {one.sample:,}{f' ({patterns})' if patterns else ''} the norm is "
+                f"{_number(one.grad_norm, '.3g')} instead of {_number(self.grad_norm, '.3g')}, "
+                f"the loss {_number(one.loss)} instead of {loss}"
+            )
         if len(self.parts) > 1 and not _has_finite(self.parts):
             lines.append(
                 "no sample of the step has a finite loss, so the weights before it are the cause, not a sample"
@@ -277,13 +271,6 @@ class SpikeReport:
         if math.isfinite(self.grad_norm) and left > _LITTLE * self.grad_norm:
             lines.append("no single sample explains this norm")
         return "\n".join(lines)
-
-    def _describe_without(self, one: WithoutSample) -> str:
-        said = "; ".join(self.samples[one.sample].patterns)
-        return (
-            f"without sample {one.sample:,}{f' ({said})' if said else ''} the norm is {_number(one.grad_norm, '.3g')} "
-            f"instead of {_number(self.grad_norm, '.3g')}, the loss {_number(one.loss)} instead of {_number(self.loss)}"
-        )
 
 
 def explain(
@@ -310,7 +297,7 @@ def explain(
         found = contributions(replay)
     parts = sorted(found, key=lambda p: _largest_first(p.projection, p.norm))
     loss, norm = replay.measure(batch)
-    measured = logged | _finite({"loss": loss, "grad_norm": norm})
+    measured = logged | finite({"loss": loss, "grad_norm": norm})
     differs = first_difference(logged, measured, tolerance=replay.tolerance)
     if departure is None and differs is not None:
         departure = f"not as logged ({differs[1]} {logged[differs[1]]})"
@@ -326,27 +313,27 @@ def explain(
 
 
 def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sample]:
-    """Return where samples of a step are from, and what is unusual about them."""
     documents = tokens.documents()
     samples = {}
     for number in numbers:
         row = number - tokens.first_sample
         ids = tokens.windows[row, 1:].astype(np.int64)
         others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
+        text = None if tokens.tokenizer is None else tokens.tokenizer.decode(ids.tolist())
+        if text is not None:  # its beginning and its end
+            long = len(text) > _HEAD + _TAIL
+            text = printable(f"{text[:_HEAD]} ... {text[-_TAIL:]}" if long else text)
         samples[number] = Sample(
             tokens.places[row],
             tuple(np.unique(documents[row]).tolist()) if documents else (),
-            None if tokens.tokenizer is None else _excerpt(tokens.tokenizer.decode(ids.tolist())),
+            text,
             tuple(patterns(ids, others, tokens.tokenizer)),
         )
     return samples
 
 
 def _choose(run_dir: Path) -> tuple[int, str]:
-    """Return the step of the largest spike and why it is that one.
-
-    Raises: ConfigError if there is none that can be replayed.
-    """
+    """Return the step of the largest spike and why it is that one."""
     infos = catalog.list_checkpoints(run_dir)[0]
     if not infos:
         raise ConfigError(f"{paths.display_path(run_dir)}: no checkpoint to replay from")
@@ -370,18 +357,3 @@ def _number(value: float, layout: str = ".4f") -> str:
 def _largest_first(value: float, known_by: float) -> tuple[bool, float]:
     """Return a sort key, largest value first; a sample whose number `known_by` is not finite comes before all."""
     return math.isfinite(known_by), -value if math.isfinite(value) else 0.0
-
-
-def _excerpt(text: str) -> str:
-    """Return the beginning and the end of a text on one line, with control characters escaped."""
-    if len(text) > _HEAD + _TAIL:
-        text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
-    return printable(text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

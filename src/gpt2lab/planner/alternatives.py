@@ -13,7 +13,7 @@ from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
-from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profiles
+from gpt2lab.planner.hardware import Gpu, Hardware, find_profile, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
@@ -23,12 +23,7 @@ _CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-# -- world sizes -------------------------------------------------------------------------------------------------
-
-
-def scaling(
-    predictor: Predictor, found: Estimate, profile: Profile, world_sizes: str
-) -> list[dict[str, Any]]:
+def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dict[str, Any]]:
     """Return one row for each world size of --scaling, at a fixed number of tokens a step.
 
     Raises: ConfigError if --scaling is not a list of numbers.
@@ -42,17 +37,9 @@ def scaling(
     rows, one = [], None
     for count in counts:
         nodes = request.nodes if count == job.world_size else 1
-        try:
-            on = named(
-                predictor.gpu,
-                predictor.hardware,
-                gpus=count,
-                compiled=job.compiled,
-                nodes=nodes,
-                interconnect=request.interconnect if nodes > 1 or request.nodes == 1 else None,
-            )
-            there = predictor.predict(job.with_world_size(count), profile, on=on)
-        except ConfigError:
+        link = request.interconnect if nodes > 1 or request.nodes == 1 else None
+        where = {"nodes": nodes, "interconnect": link}
+        if (there := _on_cards(predictor, found, predictor.gpu, count, **where)) is None:
             continue
         one = there.step.value if count == 1 else one
         rows.append(
@@ -84,21 +71,18 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-# -- comparisons -------------------------------------------------------------------------------------------------
-
-
 def describe_comparison(
-    predictor: Predictor, profile: Profile, what: Comparison, window: Window | None
+    predictor: Predictor, what: Comparison, window: Window | None
 ) -> tuple[dict[str, Any], str, int]:
     """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits the window.
 
     Raises: GPT2LabError, the first one, if nothing could be estimated.
     """
-    rows = _rows(predictor, profile, what, window)
+    rows = _rows(predictor, what, window)
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
     document = reports.blank_report() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
-    document["profile_name"] = profile.name
+    document["profile_name"] = predictor.profile.name
     document["model"] = rows[0]["model_counts"] if what == "gpus" else None
     is_search = what == "models" and window is not None
     known = [row for row in fits if row["loss"] is not None]
@@ -132,38 +116,31 @@ def _cells(row: dict[str, Any], *, is_best: bool) -> list[str]:
     ]
 
 
-def _rows(
-    predictor: Predictor, profile: Profile, what: Comparison, window: Window | None
-) -> list[dict[str, Any]]:
+def _rows(predictor: Predictor, what: Comparison, window: Window | None) -> list[dict[str, Any]]:
     """Return a row for each alternative that can be estimated; cards as many as asked for, fastest first.
 
     Models and profiles train on as many tokens as fit the window, unless the length was asked for.
     """
-    request, known, all_profiles = (
-        predictor.request,
-        predictor.hardware,
-        profiles(predictor.hardware),
-    )
+    request, known = predictor.request, predictor.hardware
     others: dict[str, dict[str, Any]]
     if what == "gpus":
         others = {gpu: {"gpu": gpu, "gpus": request.gpus or 1} for gpu in known.gpus}
     elif what == "models":
         others = {model: {"model": model} for model in MODELS}
     else:
-        others = {name: {"profile": name} for name in all_profiles}
+        others = {name: {"profile": name} for name in profiles(known)}
     given = any(getattr(request, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
     rows, errors = [], []
     for name, other in others.items():
         there = Predictor(dataclasses.replace(request, **other), known)
-        one = all_profiles[name] if what == "profiles" else profile
         try:
-            found = fit_memory(there, there.job(one), one)
+            found = fit_memory(there, there.job())
         except skipped as error:
             errors.append(error)
             continue
         if what != "gpus" and window and not given and found.memory.fits is not False:
-            found = _longest(there, found, one, window) or found
+            found = _longest(there, found, window) or found
         rows.append(_row(found.machine.title if what == "gpus" else name, found, window))
     if not rows:
         raise errors[0]
@@ -189,98 +166,88 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
     }
 
 
-def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
+def fit_memory(predictor: Predictor, job: Job) -> Estimate:
     """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
-    found = predictor.predict(job, profile)
+    found = predictor.predict(job)
     if found.memory.fits is False and found.memory.largest_micro_batch:
-        smaller = job.with_micro_batch(found.memory.largest_micro_batch)
-        return predictor.predict(smaller, profile)
+        smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
+        return predictor.predict(smaller)
     return found
 
 
-def _longest(
-    predictor: Predictor, found: Estimate, profile: Profile, window: Window
-) -> Estimate | None:
-    """Estimate the same run with as many steps as fit the window; None if not even one does."""
-    steps = steps_that_fit(found.job, window, lambda job: predictor.predict(job, profile))
-    return predictor.predict(found.job.with_steps(steps), profile) if steps else None
+def _longest(predictor: Predictor, found: Estimate, window: Window) -> Estimate | None:
+    steps = steps_that_fit(found.job, window, predictor.predict)
+    return predictor.predict(found.job.with_steps(steps)) if steps else None
 
 
-# -- what fits instead -------------------------------------------------------------------------------------------
-
-
-def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: Window) -> list[str]:
+def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str]:
     """Return what would fit the window, each with its hours: fewer tokens, profile, more or other cards, model."""
     if found.memory.fits is False:
         return where_it_fits(found, predictor.hardware)
     job, text = found.job, []
-    fewer = _longest(predictor, found, profile, window)
+    fewer = _longest(predictor, found, window)
     what = "not even one step fits"
     if fewer:
         what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
     text.append(f"fewer tokens     {what}")
-    if profile.name != "fast" and predictor.request.context_length is None:
+    if predictor.profile.name != "fast" and predictor.request.context_length is None:
         fast = find_profile("fast", predictor.hardware)
         config = fast.applied(job.config, typed=())
         quick = dataclasses.replace(job, config=fit_mini_batch(config, job.world_size, typed=False))
-        there = predictor.predict(quick, fast)
+        there = predictor.predict(quick)
         T = config.model.context_length
         text.append(f"faster profile   --profile fast, T {T}: {hours(there.seconds)}")
     if predictor.gpu is not None:
-        text += _more_cards(predictor, found, profile, predictor.gpu, window)
-        text += _other_card(predictor, found, profile, predictor.gpu, window)
-    return [*text, *_smaller_model(predictor, found, profile)]
+        text += _more_cards(predictor, found, predictor.gpu, window)
+        text += _other_card(predictor, found, predictor.gpu, window)
+    return [*text, *_smaller_model(predictor, found)]
 
 
 def _on_cards(
-    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
+    predictor: Predictor, found: Estimate, gpu: Gpu, count: int, **where: Any
 ) -> Estimate | None:
-    """Estimate the same run on `count` cards of a kind, None if that is not possible."""
     try:
-        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
-        return predictor.predict(found.job.with_world_size(count), profile, on=on)
+        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled, **where)
+        config = fit_mini_batch(found.job.config, count, typed=False)
+        job = dataclasses.replace(found.job, config=config, world_size=count)
+        return predictor.predict(job, on=on)
     except ConfigError:
         return None
 
 
-def _more_cards(
-    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
-) -> list[str]:
+def _more_cards(predictor: Predictor, found: Estimate, gpu: Gpu, window: Window) -> list[str]:
     for count in (2, 4, 8):
         if count > found.job.world_size:
-            more = _on_cards(predictor, found, profile, gpu, count)
+            more = _on_cards(predictor, found, gpu, count)
             if more and verdict(more, window) == "fits":
                 return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
     return []
 
 
-def _other_card(
-    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
-) -> list[str]:
-    """Return the cheapest other card that fits the window."""
+def _other_card(predictor: Predictor, found: Estimate, gpu: Gpu, window: Window) -> list[str]:
     fitting = []
     for other in predictor.hardware.gpus.values():
-        there = _on_cards(predictor, found, profile, other, found.job.world_size)
+        there = _on_cards(predictor, found, other, found.job.world_size)
         if other.name != gpu.name and there and verdict(there, window) == "fits":
             cost = there.cost.usd.value if there.cost else float("inf")
             fitting.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
     return [line for _, line in sorted(fitting)[:1]]
 
 
-def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> list[str]:
+def _smaller_model(predictor: Predictor, found: Estimate) -> list[str]:
     config = found.job.config
     for name in reversed(MODELS):
         model = dataclasses.replace(preset(name).model, context_length=config.model.context_length)
         small = dataclasses.replace(found.job, config=dataclasses.replace(config, model=model))
         if small.parameters < found.job.parameters:
-            there = predictor.predict(small, profile)
+            there = predictor.predict(small)
             return [f"smaller model    --model {name}, the same tokens: {hours(there.seconds)}"]
     return []
 
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
-    job, fitting, needed = found.job.with_micro_batch(1), [], 0.0
+    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
     for gpu in known.gpus.values():
         need = device_memory(
             job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes
@@ -297,8 +264,6 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
         f"--model needs less"
     ]
 
-
-# -- learning rates ----------------------------------------------------------------------------------------------
 
 # Square root for AdamW: Malladi et al. 2022 (arXiv:2205.10287). Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD.
 _CLAMP = (0.25, 2.0)  # times the reference rate: beyond these no rule is known to hold

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, SystemConfig
 from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError, NoSourceError
-from gpt2lab.planner import calibration, hardware, measuring
+from gpt2lab.planner import calibration, hardware
 from gpt2lab.planner.estimate import (
     MEMORY_TARGET,
     Estimate,
@@ -45,16 +44,6 @@ _ENOUGH = 4  # sequences from which recomputing costs more than a larger mini ba
 # The cheapest in time first.
 _MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "block")
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
-
-
-@dataclass(frozen=True)
-class OpenSettings:
-    """Settings that a request leaves to the planner."""
-
-    preset: str | None
-    find_mini_batch: bool
-    fit_schedule: bool
-    typed: frozenset[str]  # flags with a value of their own: a preset does not change them
 
 
 def free_memory(system: SystemConfig) -> float | None:
@@ -140,61 +129,20 @@ def estimate_here(start: Start) -> Estimate | None:
         job = job.with_steps(max(1, start.plan.max_steps - start.checkpoint.step))
     records = calibration.read(start.run_dir.parent)
     with contextlib.suppress(NoSourceError):
-        on, ratios = calibration.this_machine(detected, known, records, job)
-        return estimate(job, on, known, ratios=ratios)
+        return estimate(job, calibration.this_machine(detected, known, records, job), known)
     return None
 
 
-def choose_settings(
-    wanted: OpenSettings,
-    config: Config,
-    plan: Plan,
-    *,
-    run_dir: Path,
-    train_tokens: int,
-    memory: Sequence[float | None],
-) -> dict[str, Any]:
-    """Return the settings that the planner chooses for a start, by their flat names; {} if nothing is open.
+def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:
+    """Return the most steps of a job that end within its --max_hours, for --fit_schedule.
 
-    `memory`: `free_memory` of every rank; the smallest decides for all. `train_tokens`: of the training split.
-
-    Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
+    Raises: ConfigError if that is missing or too short, or if this machine has not been measured.
     """
-    chosen: dict[str, Any] = {}
-
-    if wanted.preset is not None:
-        job = Job.of_run(
-            config,
-            plan,
-            train_tokens=train_tokens,
-            dtype="fp32" if config.system.dtype == "fp32" else "bf16",
-            compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
-        )
-        chosen |= _preset_settings(wanted.preset, wanted, job)
-    if wanted.find_mini_batch or wanted.fit_schedule:
-        detected = detect_hardware(device=config.system.device)
-        here = job_on(detected, config, plan, train_tokens)
-        if wanted.find_mini_batch:
-            found = measuring.find_batch_size(
-                here,
-                run_dir.parent,
-                max_batch=MAX_BATCH,
-                memory_bytes=min((some for some in memory if some is not None), default=None),
-                target=MEMORY_TARGET,
-                on_gpu=not detected.is_cpu,
-            )
-            chosen["mini_batch_size"] = int(found["mini_batch_size"])
-        if wanted.fit_schedule:
-            chosen["max_steps"] = _steps_in_window(here, detected, run_dir.parent)
-    return chosen
-
-
-def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:
     hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
     known = hardware.load()
-    on, ratios = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
+    on = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed it; "
@@ -203,15 +151,13 @@ def _steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path)
     steps = steps_that_fit(
         job,
         Window(3600 * hours, _MARGIN * 3600 * hours),
-        lambda other: estimate(other, on, known, ratios=ratios),
+        lambda other: estimate(other, on, known),
         at_most=job.max_steps,
     )
     if steps < 1:
         raise ConfigError(f"--max_hours {hours:g} is too short for a single step of this run")
     return steps
 
-
-# -- a first run on new data ----------------------------------------------------------------------------------------
 
 FIRST_RUN_SECONDS = 1800.0
 FIRST_RUN_BYTES = 1_000_000_000  # of all its checkpoints
@@ -251,10 +197,7 @@ def choose_first_run(
     return flags if is_enough else {}
 
 
-# -- presets -----------------------------------------------------------------------------------------------------
-
-
-def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any]:
+def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str, Any]:
     """Return the preset's mini batch and activation checkpointing, as far as nobody typed them.
 
     Says on stderr what to expect of the preset's cards, and how this machine differs from them.
@@ -279,8 +222,8 @@ def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any
         )
     chosen: dict[str, Any] = {}
     found = _on_card(job, gpu, known)
-    if "mini_batch_size" not in wanted.typed and not wanted.find_mini_batch:
-        typed_mode = "activation_checkpointing" in wanted.typed
+    if "mini_batch_size" not in typed:
+        typed_mode = "activation_checkpointing" in typed
         modes = (job.recompute,) if typed_mode else _MODES
         jobs = (job.with_settings(activation_checkpointing=mode) for mode in modes)
         ways = [_on_card(one, gpu, known) for one in jobs]
@@ -309,10 +252,7 @@ def _on_card(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
 
 
 def _largest_fitting(ways: list[Estimate], name: str) -> Job:
-    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences.
-
-    Raises: ConfigError if not even one sequence fits.
-    """
+    """Return the job with the largest micro-batch that fits, in the cheapest mode that allows enough sequences."""
     largest = [way.memory.largest_micro_batch or 0 for way in ways]
     job = ways[0].job
     enough = min(_ENOUGH, job.sequences, max(largest))
@@ -323,7 +263,7 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
         )
     fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
     sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))
-    return way.job.with_micro_batch(sizes[-1])
+    return way.job.with_settings(mini_batch_size=sizes[-1])
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:

@@ -108,13 +108,9 @@ def _event_ratios(
 
     `token_seconds`: of training on one token, on one rank.
     """
+    timed = [e for e in log.events if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0]
     evals, scored, saves = (
-        [
-            e
-            for e in log.of_kind(kind)
-            if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0
-        ]
-        for kind in ("eval", "hellaswag", "checkpoint")
+        [e for e in timed if e["event"] == kind] for kind in ("eval", "hellaswag", "checkpoint")
     )
     texts = 2 if config.get("hellaswag_metrics", "all") == "all" else 1
     measured = {
@@ -203,8 +199,8 @@ def this_machine(
     *,
     device: str | None = None,
     threads: int | None = None,
-) -> tuple[Machine, dict[str, float]]:
-    """Return this machine with the best known rates for a job, and the ratios of event costs from its runs.
+) -> Machine:
+    """Return this machine with the best known rates for a job, and what events cost in its runs.
 
     `device`, `threads`: the GPU's name and a rank's threads where the caller (the trainer) knows them.
 
@@ -223,12 +219,22 @@ def this_machine(
             detected.gpus[0].memory_free if detected.gpus else (gpu.memory_bytes if gpu else None)
         )
         title = name if world_size == 1 else f"{world_size} x {name}"
-    used = (threads or _threads(world_size)) if on_cpu else None
+    used = None
+    if on_cpu:  # torchrun gives each of several ranks one thread
+        typed = os.environ.get("OMP_NUM_THREADS", "")
+        alone = int(typed) if typed.isdigit() else processor.cores() if world_size == 1 else 1
+        used = threads or alone
     kind = MachineKind(name, world_size, used, job.dtype, job.compiled, job.parallel)
     if on_cpu:
-        prior, note = _cpu_prior(
-            hardware, used or 1, bf16=job.dtype == "bf16" and detected.native_bf16
+        cores, bf16 = (
+            min(used or 1, processor.cores()),
+            job.dtype == "bf16" and detected.native_bf16,
         )
+        speed = cores * machine.core_flops()
+        note = (
+            f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
+        )
+        prior = timing.processor(speed, hardware, bf16=bf16)
     else:
         is_measured = any(record.get("device") == name for record in records)
         prior, note = _gpu_prior(name, gpu, hardware, job, is_measured=is_measured)
@@ -240,36 +246,23 @@ def this_machine(
     if rates.observations:
         note = f"{rates.observations} measured runs of this machine"
     link = hardware.link(gpu.link) if gpu and gpu.link and world_size > 1 else None
-    return (
-        Machine(
-            title=title,
-            is_cpu=on_cpu,
-            gpu=gpu,
-            world_size=world_size,
-            link=link,
-            memory_bytes=memory,
-            rates=rates,
-            note=note,
-        ),
-        ratios,
+    return Machine(
+        title=title,
+        is_cpu=on_cpu,
+        gpu=gpu,
+        world_size=world_size,
+        link=link,
+        memory_bytes=memory,
+        rates=rates,
+        note=note,
+        ratios=ratios,
     )
-
-
-def _cpu_prior(hardware: Hardware, threads: int, *, bf16: bool) -> tuple[Rates, str]:
-    """Return the rates of this processor before any run was measured, and their source in words."""
-    cores = min(threads, processor.cores())
-    speed = cores * machine.core_flops()
-    note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
-    return timing.processor(speed, hardware, bf16=bf16), note
 
 
 def _gpu_prior(
     name: str, gpu: Gpu | None, hardware: Hardware, job: Job, *, is_measured: bool
 ) -> tuple[Rates, str]:
-    """Return a GPU's rates before any run like the job was measured, and their source in words.
-
-    Raises: NoSourceError if neither hardware.json nor a measured run knows the GPU.
-    """
+    """Return a GPU's rates before any run like the job was measured, and their source in words."""
     if gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
         rates = timing.roofline(gpu, hardware, compiled=job.compiled)
         return rates, f"hardware.json version {hardware.version}"
@@ -281,11 +274,3 @@ def _gpu_prior(
     reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
     rates = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
     return rates, "no data sheet known"
-
-
-def _threads(world_size: int) -> int:
-    """Return the threads of one rank: torchrun gives each of several ranks one."""
-    typed = os.environ.get("OMP_NUM_THREADS", "")
-    if typed.isdigit():
-        return int(typed)
-    return 1 if world_size > 1 else processor.cores()

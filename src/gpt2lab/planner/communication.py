@@ -16,11 +16,7 @@ from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.config.schema import ModelConfig, Parallel
-from gpt2lab.model.counts import (
-    count_block_matrices,
-    count_block_parameters,
-    count_parameters,
-)
+from gpt2lab.model.counts import count_block_matrices, count_block_parameters, count_parameters
 from gpt2lab.planner.hardware import Link
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -89,7 +85,6 @@ def exposed(
         return 0.0, 0.0
 
     def seconds(kind: Collective, num_bytes: float, message: float) -> float:
-        """Return the time of a collective over `num_bytes` in messages of `message` bytes."""
         return wire_share(kind, world_size=world_size) * num_bytes / link.rate(message)
 
     window = OVERLAP * micro_batch_seconds

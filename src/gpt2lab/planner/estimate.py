@@ -66,13 +66,12 @@ def estimate(
     machine: Machine,
     hardware: Hardware,
     *,
-    ratios: Mapping[str, float] | None = None,
     price: float | None = None,
     memory_target: float = MEMORY_TARGET,
 ) -> Estimate:
     """Predict a job on a machine; `price`: US dollars for one GPU-hour instead of the listed price."""
     step, sigma, unhidden = step_time(job, machine)
-    costs = event_costs(job, machine, hardware, ratios=ratios)
+    costs = event_costs(job, machine, hardware)
     breakdown = {
         "start": costs.interval("start", 1),
         "compile": costs.interval("compile", 1 if job.compiled else 0),
@@ -177,6 +176,7 @@ def device_memory(
 
 # -- events ------------------------------------------------------------------------------------------------------
 
+_REGIONS_AS_LAYERS = 2  # of one graph that compile for as long, at any depth (docs/gpu_results.md)
 HELLASWAG_ITEMS = 10_042
 # Of an item in one of its two texts, its context once: the mean of 200 items.
 HELLASWAG_TOKENS = 155
@@ -197,16 +197,13 @@ class EventCosts:
         return Interval.log_normal(max(self.seconds.get(kind, 0.0) * count, 1e-9), sigma)
 
 
-def event_costs(
-    job: Job, machine: Machine, hardware: Hardware, *, ratios: Mapping[str, float] | None = None
-) -> EventCosts:
+def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
     """Return the cost of start, compilation, evaluations, samples and checkpoints.
 
-    `ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
-    on it; hellaswag: the same of one item in one text; checkpoint: bytes a second; sample: relative to reading all
-    weights once a token; compile, start: seconds.
+    `machine.ratios` come from its runs (calibration.py): eval: seconds of evaluating a token relative to training on
+    it; hellaswag: the same of one item in one text; checkpoint: bytes a second; compile, start: seconds.
     """
-    known, k = dict(ratios or {}), hardware.constants
+    known, k = machine.ratios, hardware.constants
     model, evals = job.config.model, job.config.eval
     training_token = _micro_batch_seconds(job, machine, recomputes=False) / (
         job.micro_batch * model.context_length
@@ -228,11 +225,11 @@ def event_costs(
         hellaswag_item = texts * (training_token * known["hellaswag"])
     compile_seconds = k["compile_seconds_cpu"]
     if not machine.is_cpu:
-        of_layers = k["compile_seconds_per_layer"] * job.compiled_layers
-        compile_seconds = k["compile_seconds"] + of_layers
+        layers = _REGIONS_AS_LAYERS if job.compiles_by_region else model.n_layer
+        compile_seconds = k["compile_seconds"] + k["compile_seconds_per_layer"] * layers
     seconds = {
         "eval": evals.val_tokens / job.world_size * forward,
-        "sample": evals.sample_tokens * sampled_token * known.get("sample", 1.0),
+        "sample": evals.sample_tokens * sampled_token,
         "hellaswag": items / job.world_size * hellaswag_item,
         "checkpoint": checkpoint_bytes(job.config)
         / known.get("checkpoint", k["checkpoint_bytes_per_second"]),

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.config.derived import compiles
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, SystemConfig
-from gpt2lab.planner import auto, hardware
-from gpt2lab.planner.forecast import score_forecast, write_forecast
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.files import replace_durably
+from gpt2lab.planner import auto, calibration, forecast, hardware, measuring, reports
+from gpt2lab.planner.estimate import MEMORY_TARGET, estimate
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import Watch
+from gpt2lab.planner.machine import Watch, detect_hardware
+from gpt2lab.runs import history
 from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.plan import Plan
 
 
 class ForecastExtension(Extension):
-    """Writes estimate.json at the start of a run, and compares it with the actual run at the end."""
+    """Writes estimate.json at the start of a run, and compares it with the actual run at the end.
+
+    A resumed run keeps its first forecast. A forecast that fails never stops a run.
+    """
 
     def __init__(self) -> None:
         self._run: LiveRun | None = None
@@ -30,8 +39,14 @@ class ForecastExtension(Extension):
         """Write the forecast when the run begins."""
         if event["event"] != "begin" or self._run is None:
             return
-        start, facts = self._run.start, self._run.components.facts
-        environment = facts["environment"]
+        start, facts, say = self._run.start, self._run.components.facts, self._run.logger.say
+        path, environment, on_gpu = (
+            start.run_dir / forecast.FILE,
+            facts["environment"],
+            facts["on_gpu"],
+        )
+        if start.checkpoint is not None and path.exists():
+            return
         job = Job.of_run(
             start.config,
             start.plan,
@@ -40,27 +55,42 @@ class ForecastExtension(Extension):
             compiled=environment["compile"] == "on",
             order=start.order,
         )
-        write_forecast(
-            start.run_dir,
-            job,
-            environment,
-            on_gpu=facts["on_gpu"],
-            is_resumed=start.checkpoint is not None,
-            from_pretrained=start.initial is not None,
-            say=self._run.logger.say,
-        )
+        try:
+            known = hardware.load()
+            machine = calibration.this_machine(
+                detect_hardware(device="auto" if on_gpu else "cpu"),
+                known,
+                calibration.read(start.run_dir.parent),
+                job,
+                device=environment["device"] if on_gpu else None,
+                threads=environment["threads"],
+            )
+            found = estimate(job, machine, known)
+            document = reports.estimate_as_json(found, hardware.DEFAULT_PROFILE)
+            if start.initial is not None:  # not random weights: the scaling law does not apply
+                document["loss"] = None
+            replace_durably(path, json.dumps(document, indent=1) + "\n")
+        except (OSError, GPT2LabError) as error:
+            say(f"forecast       n/a: {error}")
+            return
+        say(f"forecast       {found.describe_time()}")
 
     def ended(self, reason: str | None, error: BaseException | None) -> None:
-        """Score the forecast of a complete run, and let the next forecast learn from it."""
+        """Score the forecast of a complete run, and let the next forecast learn from it; never fails a run."""
         if self._run is None or reason is not None or error is not None:
             return
-        score_forecast(
-            self._run.start.run_dir,
-            self._run.start.config,
-            world_size=self._run.start.plan.batch.world_size,
-            others=self._watch.others(),
-            say=self._run.logger.say,
-        )
+        start, others = self._run.start, self._watch.others()
+        with contextlib.suppress(OSError, GPT2LabError):
+            log = history.read_log(start.run_dir)
+            if (
+                start.config.tuning.instructions is None
+            ):  # its steps and targets are not pretraining's
+                # What others used is unknown of several ranks.
+                several = start.plan.batch.world_size > 1
+                forecast.learn(start.run_dir, log, others=None if several else others)
+            actual = forecast.complete(start.run_dir, log)
+            if actual is not None and actual["time_accuracy"] is not None:
+                self._run.logger.say(f"forecast {reports.describe_actual(actual)}")
 
 
 class TrainingPlanner:
@@ -90,24 +120,38 @@ class TrainingPlanner:
     ) -> dict[str, Any]:
         """Return the settings that are decided here, by their flags; see `extension.Planner`.
 
+        The rank with the least memory decides for all.
+
         Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
         """
-        wanted = auto.OpenSettings(
-            preset=self._preset,
-            find_mini_batch=self.measures(request) and memory is not None,
-            fit_schedule=self._fits_schedule and memory is not None,
-            typed=request.chosen,
-        )
-        chosen = auto.choose_settings(
-            wanted,
-            config,
-            plan,
-            run_dir=run_dir,
-            train_tokens=train_tokens,
-            memory=memory or (),
-        )
-        if memory is not None:
-            auto.check_memory(config, plan, train_tokens=train_tokens)
+        chosen: dict[str, Any] = {}
+        if self._preset is not None:
+            job = Job.of_run(
+                config,
+                plan,
+                train_tokens=train_tokens,
+                dtype="fp32" if config.system.dtype == "fp32" else "bf16",
+                compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
+            )
+            chosen |= auto.preset_settings(self._preset, job, typed=request.chosen)
+        if memory is None:
+            return chosen
+        if self.measures(request) or self._fits_schedule:
+            detected = detect_hardware(device=config.system.device)
+            here = auto.job_on(detected, config, plan, train_tokens)
+            if self.measures(request):
+                found = measuring.find_batch_size(
+                    here,
+                    run_dir.parent,
+                    max_batch=auto.MAX_BATCH,
+                    memory_bytes=min((some for some in memory if some is not None), default=None),
+                    target=MEMORY_TARGET,
+                    on_gpu=not detected.is_cpu,
+                )
+                chosen["mini_batch_size"] = int(found["mini_batch_size"])
+            if self._fits_schedule:
+                chosen["max_steps"] = auto.steps_in_window(here, detected, run_dir.parent)
+        auto.check_memory(config, plan, train_tokens=train_tokens)
         return chosen
 
     def peak_flops(self, device_name: str) -> float | None:

@@ -1,87 +1,42 @@
-"""Forecasts of real runs: written at the start, compared with the actual run at the end, and learned from. No torch."""
+"""Forecasts of real runs: compared with the actual run at its end, and learned from. No torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.config.schema import Config
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.files import replace_durably
-from gpt2lab.planner import calibration, hardware, reports
-from gpt2lab.planner.estimate import estimate
-from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import detect_hardware
-from gpt2lab.runs import history
+from gpt2lab.planner import calibration, reports
 from gpt2lab.runs.history import Log, read_json
 
 FILE = "estimate.json"
 _HOURS = ("estimated_hours", "low_hours", "high_hours")
-Say = Callable[[str], None]
 
 
-def write_forecast(
-    run_dir: Path,
-    job: Job,
-    environment: Mapping[str, Any],
-    *,
-    on_gpu: bool,
-    is_resumed: bool,
-    from_pretrained: bool,
-    say: Say,
-) -> None:
-    """Write the forecast of a fresh run to its estimate.json, and log it.
+def learn(run_dir: Path, log: Log, *, others: float | None) -> None:
+    """Add a run's line to the calibration file; a run that is too short adds none.
 
-    A resumed run keeps its first forecast. A forecast that fails never stops a run. `environment` as in
-    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law does not apply.
+    `others`: the share of the machine that other programs used; None: unknown.
+
+    Raises: OSError.
     """
-    path = run_dir / FILE
-    if is_resumed and path.exists():
+    facts, settings = read_json(run_dir / "run.json"), read_json(run_dir / "config.json")
+    if facts is None or settings is None:
         return
     try:
-        known = hardware.load()
-        machine, ratios = calibration.this_machine(
-            detect_hardware(device="auto" if on_gpu else "cpu"),
-            known,
-            calibration.read(run_dir.parent),
-            job,
-            device=environment["device"] if on_gpu else None,
-            threads=environment["threads"],
+        record = calibration.record_of(
+            log, facts["environment"], settings, others=others, source="run"
         )
-        found = estimate(job, machine, known, ratios=ratios)
-        document = reports.estimate_as_json(
-            found, profile_name=hardware.DEFAULT_PROFILE, window=None
-        )
-        if from_pretrained:
-            document["loss"] = None
-        replace_durably(path, json.dumps(document, indent=1) + "\n")
-    except (OSError, GPT2LabError) as error:
-        say(f"forecast       n/a: {error}")
+    except (KeyError, StopIteration, GPT2LabError):
         return
-    say(f"forecast       {found.describe_time()}")
-
-
-def score_forecast(
-    run_dir: Path, config: Config, *, world_size: int, others: float | None, say: Say
-) -> None:
-    """Compare a finished run with its forecast, and let the next forecast learn from it; never fails a run.
-
-    `others`: the share of the machine that other programs used, unknown at a world size above 1.
-    """
-    with contextlib.suppress(OSError, GPT2LabError):
-        log = history.read_log(run_dir)
-        if config.tuning.instructions is None:  # its steps and targets are not pretraining's
-            _learn(run_dir, log, others=None if world_size > 1 else others)
-        actual = complete(run_dir, log)
-        if actual is not None and actual["time_accuracy"] is not None:
-            say(f"forecast {reports.describe_actual(actual)}")
+    if record is not None:
+        calibration.append(run_dir.parent, record)
 
 
 def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
@@ -118,8 +73,8 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     return actual
 
 
-def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
-    """Return one row for each run whose forecast was compared with the actual run."""
+def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
+    """Return the accuracy of earlier forecasts, a row for each that was compared, as JSON and as text."""
     rows = []
     for path in sorted(checkpoint_dir.glob(f"*/{FILE}")):
         document = read_json(path)
@@ -134,12 +89,6 @@ def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
                 rows.append(row | {"inside_interval": actual["inside_interval"]})
         except (KeyError, TypeError):
             continue
-    return rows
-
-
-def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
-    """Return the accuracy of earlier forecasts as JSON and as text."""
-    rows = scores(checkpoint_dir)
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_source[row["source"]].append(row)
@@ -178,21 +127,3 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
         for row in summary
     ]
     return document, "\n".join([fmt.table(header, cells), *lines])
-
-
-def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
-    """Add a run's line to the calibration file; a run that is too short adds none.
-
-    Raises: OSError.
-    """
-    facts, settings = read_json(run_dir / "run.json"), read_json(run_dir / "config.json")
-    if facts is None or settings is None:
-        return
-    try:
-        record = calibration.record_of(
-            log, facts["environment"], settings, others=others, source="run"
-        )
-    except (KeyError, StopIteration, GPT2LabError):
-        return
-    if record is not None:
-        calibration.append(run_dir.parent, record)

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt2lab.config import derived
-from gpt2lab.config.derived import (
-    compiles_by_region,
-    count_due,
-    frequencies,
-    mini_batch_sizes,
-)
+from gpt2lab.config.derived import compiles_by_region, count_due, frequencies, mini_batch_sizes
 from gpt2lab.config.schema import ActivationCheckpointing, Config, Parallel
 from gpt2lab.config.settings import options_of, override
 from gpt2lab.data.mixture import Mixture
@@ -29,8 +24,6 @@ from gpt2lab.model.counts import (
 from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
 from gpt2lab.training.plan import Plan
-
-_REGIONS_AS_LAYERS = 2  # of one graph that compile for as long (docs/gpu_results.md)
 
 
 @dataclass(frozen=True)
@@ -92,11 +85,6 @@ class Job:
     def compiles_by_region(self) -> bool:
         """Tell whether the step, if it is compiled, is compiled in regions."""
         return compiles_by_region(self.config.model.n_layer, self.parallel)
-
-    @property
-    def compiled_layers(self) -> int:
-        """Layers of one graph that compile for as long as the step: regions do so at any depth."""
-        return _REGIONS_AS_LAYERS if self.compiles_by_region else self.config.model.n_layer
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -167,16 +155,11 @@ class Job:
         """Return the tensor bytes of a rank at the peak of a step."""
         size = self.micro_batch if micro_batch is None else micro_batch
         return StepMemory(
-            self.config.model,
+            self.config,
             micro_batch=size,
             accumulation=max(1, self.sequences // size),
             dtype=self.dtype,
             world_size=self.world_size,
-            parallel=self.parallel,
-            param_dtype=self.config.system.fsdp_param_dtype,
-            recompute=self.recompute,
-            optimizer=self.config.optim.optimizer,
-            tuning=self.config.tuning,
             fused_head=self.compiled and on_gpu,
         ).peak()
 
@@ -186,46 +169,31 @@ class Job:
         Memory grows with the micro-batch at any fixed accumulation; going from some accumulation to none frees less
         than one more sequence costs, except for tiny models. So it tries every divisor.
         """
-        sizes = mini_batch_sizes(self.sequences)
-
-        def need(size: int) -> int:
-            return self.memory(on_gpu=on_gpu, micro_batch=size).tensors
-
-        fitting = [size for size in sizes if need(size) <= budget]
+        fitting = [
+            size
+            for size in mini_batch_sizes(self.sequences)
+            if self.memory(on_gpu=on_gpu, micro_batch=size).tensors <= budget
+        ]
         return max(fitting, default=None)
 
     def with_steps(self, steps: int) -> Job:
         """Return the same job at another length."""
         return dataclasses.replace(self, max_steps=steps)
 
-    def with_micro_batch(self, size: int) -> Job:
-        """Return the same job with other micro-batches."""
-        return self.with_settings(mini_batch_size=size)
-
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
 
-    def with_world_size(self, world_size: int) -> Job:
-        """Return the job shared by another number of ranks.
-
-        Raises: ConfigError if the batch does not divide.
-        """
-        config = fit_mini_batch(self.config, world_size, typed=False)
-        return dataclasses.replace(self, config=config, world_size=world_size)
-
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""
-        if kind == "checkpoint":
-            return self._count_saves()
+        if (
+            kind == "checkpoint"
+        ):  # rolling ones, and evaluations, which save when they are the best so far
+            a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
+            counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
+            return counts[0] + counts[1] - counts[2]
         freq = frequencies(self.config).get(kind)
         return 0 if freq is None else count_due(0, freq, self.max_steps) + (kind == "eval")
-
-    def _count_saves(self) -> int:
-        """Count steps that save: rolling ones, and evaluations, which save when they are the best so far."""
-        a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
-        counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
-        return counts[0] + counts[1] - counts[2]
 
 
 def ranks_and_micro_batch(environment: Mapping[str, Any]) -> tuple[int, int] | None:

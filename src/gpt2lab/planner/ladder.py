@@ -20,16 +20,7 @@ from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import OPTIONS
 from gpt2lab.errors import CheckError, ConfigError
-from gpt2lab.files import (
-    NUMBER,
-    OBJECT,
-    SIZE,
-    TEXT,
-    JsonFile,
-    create_durably,
-    list_of,
-    replace_durably,
-)
+from gpt2lab.files import NUMBER, OBJECT, SIZE, TEXT, JsonFile, create_durably, list_of
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit_law
 from gpt2lab.training.progress import Interval
@@ -43,9 +34,8 @@ _PREDICTED = {
     **{"written": TEXT, "time": NUMBER, "inputs_sha256": TEXT, "parameters": SIZE, "tokens": SIZE},
     **{"seeds": SIZE, "loss": OBJECT},
 }
-_FAR = (
-    10.0  # times the compute of the most expensive rung, from which a loss is said to be far away
-)
+# Times the compute of the most expensive rung, from which a loss is said to be far away.
+_FAR = 10.0
 
 
 @dataclass(frozen=True)
@@ -216,6 +206,16 @@ def ladder_as_json(
         for name, rung in zip(names, fitted.rungs, strict=True)
     ]
     flops = [ladder.most_flops * factor for factor in (0.1, 1.0, 10.0)]
+    shown = [(rung.parameters, rung.tokens) for rung in fitted.rungs]
+    if prediction is not None:
+        shown.append((prediction["parameters"], prediction["tokens"]))
+    sizes, tokens = (sorted(set(values)) for values in zip(*shown, strict=True))
+    places = [round(at) for at in np.geomspace(tokens[0], tokens[-1], 17).tolist()]
+    curves = []
+    for size in sizes:  # loss and interval over tokens, for the plot
+        points = [fitted.predict(size, at).loss for at in places]
+        band = {key: [getattr(one, key) for one in points] for key in ("value", "low", "high")}
+        curves.append({"parameters": size, "tokens": places, **band})
     return {
         "format": _FORMAT,
         "name": ladder.name,
@@ -227,33 +227,8 @@ def ladder_as_json(
         "seed_spread": fitted.seed_spread,
         "misfit": fitted.misfit,
         "frontier": [asdict(fitted.optimum(one)) for one in flops],
-        "curves": _curves(ladder, prediction),
+        "curves": curves,
         "rates": list(rates),
         "prediction": prediction,
         "score": scored,
     }
-
-
-def _curves(ladder: Ladder, prediction: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return loss and interval over tokens for each size, for the plot."""
-    rungs = ladder.fit.rungs
-    tokens = [rung.tokens for rung in rungs]
-    sizes = {rung.parameters for rung in rungs}
-    if prediction is not None:
-        tokens.append(prediction["tokens"])
-        sizes.add(prediction["parameters"])
-    places = np.geomspace(min(tokens), max(tokens), 17)
-    curves = []
-    for size in sorted(sizes):
-        points = [ladder.fit.predict(size, round(at)).loss for at in places.tolist()]
-        band = {key: [getattr(one, key) for one in points] for key in ("value", "low", "high")}
-        curves.append({"parameters": size, "tokens": [round(at) for at in places], **band})
-    return curves
-
-
-def write_ladder(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write `ladder.json`.
-
-    Raises: OSError.
-    """
-    replace_durably(folder / FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt2lab.distributed import processor
@@ -28,6 +29,8 @@ class Machine:
     memory_bytes: float | None  # what one rank may use
     rates: Rates
     note: str | None = None  # why these rates
+    # What events cost in runs of this machine, see `estimate.event_costs`.
+    ratios: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,13 @@ class GpuState:
 
     index: int
     name: str
-    memory_total: float | None  # bytes; None of a MIG slice
-    memory_free: float | None
-    utilization: float | None  # percent
-    driver: str
-    capability: str | None
-    power: str | None
-    clock: str | None
-    throttle: str | None
+    memory_total: float | None = None  # bytes; None of a MIG slice
+    memory_free: float | None = None
+    utilization: float | None = None  # percent
+    driver: str = ""
+    capability: str | None = None
+    clock: str | None = None
+    throttle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ _PROC_STAT = Path("/proc/stat")
 _FIELDS = (
     ("index", "name", "memory.total", "memory.free", "driver_version", "uuid"),
     ("utilization.gpu", "compute_cap"),
-    ("power.draw", "clocks.sm"),
+    ("clocks.sm",),
     ("clocks_event_reasons.active",),
 )
 
@@ -110,7 +112,6 @@ def detect_hardware(*, device: str = "auto") -> DetectedHardware:
             utilization=_number(row.get("utilization.gpu", "")),
             driver=row["driver_version"],
             capability=_known(row.get("compute_cap", "")),
-            power=_known(row.get("power.draw", "")),
             clock=_known(row.get("clocks.sm", "")),
             throttle=_known(row.get("clocks_event_reasons.active", "")),
         )
@@ -138,10 +139,7 @@ def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, 
     driver, visible = next(iter(found.values())).driver, list[GpuState]()
     for word in (word.strip() for word in chosen.split(",")):
         if word.startswith("MIG-"):
-            unknown = GpuState(
-                len(visible), "MIG slice", None, None, None, driver, None, None, None, None
-            )
-            visible.append(unknown)
+            visible.append(GpuState(len(visible), "MIG slice", driver=driver))
             continue
         named = (
             gpu
@@ -208,7 +206,6 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """Start counting."""
         self._began = self._read()
 
     def others(self) -> float | None:

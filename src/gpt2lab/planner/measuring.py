@@ -30,7 +30,6 @@ from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, machine
-from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.planner.request import EstimateRequest, Predictor
@@ -46,6 +45,9 @@ STEP_SECONDS = 4.0  # longest step of a size that a search tries beyond the smal
 _LIMIT_SECONDS = 600.0  # of a trial for all but its steps: start, compilation, the save at the end
 _STOP_FILE = "STOP"  # ends a run after its step (training/control.py)
 _POLL_SECONDS = 0.5  # between looks at a trial
+# What a launcher tells its processes: a trial is not one of them.
+_LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+_LAUNCHED |= {"MASTER_ADDR", "MASTER_PORT"}
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -81,7 +83,7 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(
-    request: EstimateRequest, predictor: Predictor, profile: Profile
+    request: EstimateRequest, predictor: Predictor
 ) -> tuple[EstimateRequest, dict[str, Any] | None]:
     """Search the mini batch and time this machine, as requested; return the request to answer then, and the search.
 
@@ -89,31 +91,31 @@ def measure(
     """
     search = None
     if request.find_batch_size:
-        job = predictor.job(profile)
+        job = predictor.job()
         search = find_batch_size(
             job,
             request.folder(),
             max_batch=request.max_batch,
             memory_bytes=predictor.detected.free_memory(job.world_size),
-            target=profile.memory_target,
+            target=predictor.profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
         found = {"mini_batch_size": search["mini_batch_size"]}
         request = dataclasses.replace(request, **found)
         predictor = Predictor(request, predictor.hardware)
     if request.measure:
-        probe(predictor, profile, seconds=request.seconds)
+        probe(predictor, seconds=request.seconds)
     return dataclasses.replace(request, measure=False, find_batch_size=False), search
 
 
-def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
+def probe(predictor: Predictor, *, seconds: float) -> Trial:
     """Train for about `seconds` and add the measured speed to the calibration file.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    job, folder, accumulation = predictor.job(profile), predictor.request.folder(), 1
+    job, folder, accumulation = predictor.job(), predictor.request.folder(), 1
     with contextlib.suppress(NoSourceError):  # an unknown GPU has to be measured
-        micro = predictor.predict(job, profile).step.value / job.accumulation
+        micro = predictor.predict(job).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")
     trial = run_trial(with_accumulation(job, accumulation), folder, seconds=seconds)
@@ -161,10 +163,7 @@ class _Trials:
         self.by_size: dict[int, Trial] = {}
 
     def run(self, size: int) -> Trial:
-        """Return the trial of a mini batch.
-
-        Raises: NoSourceError if it was too short; ConfigError if the trainer fails.
-        """
+        """Return the trial of a mini batch."""
         if size not in self.by_size:
             say(f"trying mini_batch_size {size} ...")
             trial = run_trial(trial_job(self._job, size), self._folder, steps=TRIAL_STEPS)
@@ -177,16 +176,7 @@ class _Trials:
         return self.by_size[size]
 
     def fits(self, size: int) -> bool:
-        """Tell whether a mini batch fits the memory."""
         return not self.run(size).out_of_memory
-
-    def rates(self, sizes: list[int]) -> dict[int, float]:
-        """Return tokens/s of those of `sizes` that were tried and fit."""
-        return {
-            size: trial.tokens_per_second or 0.0
-            for size, trial in self.by_size.items()
-            if size in sizes and not trial.out_of_memory
-        }
 
 
 def find_batch_size(
@@ -212,13 +202,17 @@ def find_batch_size(
     fitting, line = sizes, None
     if len(sizes) > 1 and memory_bytes is not None and trials.fits(sizes[1]):
         fitting, line = _fitting_sizes(job, sizes, trials, target * memory_bytes, on_gpu=on_gpu)
-    top = _within_time(job, fitting, trials)[-1]
+    # On a slow device larger is not faster: sizes with steps longer than STEP_SECONDS are left out.
+    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
+    most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
+    top = max((n for n in fitting if n <= most), default=fitting[0])
     while not trials.fits(top) and top > sizes[0]:
         top = max(n for n in fitting if n < top)
     lower = (max((n for n in fitting if n <= top / part), default=fitting[0]) for part in (2, 4))
     for n in sorted({top, *lower}):
         trials.run(n)
-    rates = trials.rates(fitting)
+    tried = {n: trial for n, trial in trials.by_size.items() if n in fitting}
+    rates = {n: one.tokens_per_second or 0.0 for n, one in tried.items() if not one.out_of_memory}
     chosen = min(n for n, rate in rates.items() if rate >= 0.99 * max(rates.values()))
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
@@ -259,15 +253,8 @@ def trial_job(job: Job, size: int) -> Job:
     ranks = 1
     if job.parallel != "ddp":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    alone = dataclasses.replace(job.with_micro_batch(size), world_size=ranks)
+    alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=ranks)
     return with_accumulation(alone, 1)
-
-
-def _within_time(job: Job, sizes: list[int], trials: _Trials) -> list[int]:
-    """Leave out sizes with steps longer than STEP_SECONDS: on a slow device larger is not faster."""
-    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
-    most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
-    return [n for n in sizes if n <= most] or sizes[:1]
 
 
 def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: int = 10**6) -> Trial:
@@ -312,7 +299,11 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
     limit = time.monotonic() + 10 * (seconds or 0.0) + _LIMIT_SECONDS
     first_step, steps = math.inf, 0
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = _without_process_group()
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHED and not name.startswith("TORCHELASTIC")
+    }
     with subprocess.Popen(command, cwd=run_dir.parent, env=environment, **pipes) as process:
         try:
             while True:
@@ -344,14 +335,6 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             place = stack.enter_context(temporary_folder(folder / "measure"))
         yield place
-
-
-def _without_process_group() -> dict[str, str]:
-    """Return the environment without the process group of a launcher."""
-    group = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
-    group |= {"MASTER_ADDR", "MASTER_PORT"}
-    others = {name: value for name, value in os.environ.items() if name not in group}
-    return {name: value for name, value in others.items() if not name.startswith("TORCHELASTIC")}
 
 
 def data_for(config: Config, place: Path) -> dict[str, tuple[str, ...]]:

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.config.schema import (
-    ActivationCheckpointing,
-    ModelConfig,
-    Optimizer,
-    Parallel,
-    TuningConfig,
-    uses_muon,
-)
+from gpt2lab.config.schema import Config, ModelConfig, Optimizer, Parallel, uses_muon
 from gpt2lab.model.counts import (
     count_adapters,
     count_block_matrices,
@@ -32,7 +25,6 @@ from gpt2lab.model.counts import (
 )
 
 Dtype = Literal["fp32", "bf16"]
-PRETRAINING = TuningConfig()
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
 
@@ -104,44 +96,34 @@ class StepMemory:
 
     def __init__(
         self,
-        model: ModelConfig,
+        config: Config,
         *,
         micro_batch: int,
         accumulation: int,
         dtype: Dtype,
-        optimizer: Optimizer,
         world_size: int = 1,
-        parallel: Parallel = "ddp",
-        param_dtype: Dtype = "fp32",
-        recompute: ActivationCheckpointing = "none",
-        tuning: TuningConfig = PRETRAINING,
         fused_head: bool = False,
     ) -> None:
-        """Derive them from a run's settings; `recompute`: what the backward pass computes again.
-
-        `param_dtype`: what fsdp gathers the blocks' matrices in. `fused_head`: the step is compiled for a GPU, so that
-        the loss is computed without a log-softmax in memory.
+        """Derive them from a run's settings; `fused_head`: without a log-softmax, as a step compiled for a GPU.
 
         Gradients live through the forward pass when micro-batches accumulate, and always under DDP, where they are
         views of its buckets. Fine-tuning adds masks. With adapters the optimizer holds state for them alone; the
         formula does not count what adapters compute on the way.
         """
+        model, system, tuning = config.model, config.system, config.tuning
         self.L, self.N, self.world_size = model.n_layer, count_parameters(model), world_size
-        self.bf16, self.recomputes, self.fused_head = (
-            dtype == "bf16",
-            recompute != "none",
-            fused_head,
-        )
-        parallel = parallel if world_size > 1 else "ddp"
+        self.bf16, self.fused_head = dtype == "bf16", fused_head
+        self.recomputes = system.activation_checkpointing != "none"
+        parallel = system.parallel if world_size > 1 else "ddp"
         adapters = count_adapters(model, tuning) if tuning.lora_r else 0
         self.frozen = adapters > 0  # all but adapters
         self.gathers = parallel == "fsdp"  # weights are full only while they are needed
         # A block's matrices are gathered in bf16, so that autocast copies none; the rest of it counts as outside.
-        self.gathers_bf16 = self.gathers and param_dtype == "bf16"
+        self.gathers_bf16 = self.gathers and system.fsdp_param_dtype == "bf16"
         self.is_untied, self.is_capped = model.head == "untied", model.logit_cap > 0
         self._count_elements(model, micro_batch * model.context_length)
-        self._count_activations(model, accumulation, recompute, tuning)
-        self._count_state(model, optimizer, parallel, adapters)
+        self._count_activations(config, accumulation)
+        self._count_state(model, config.optim.optimizer, parallel, adapters)
         self._count_gradients(accumulation, adapters)
 
     def _count_elements(self, model: ModelConfig, tokens: int) -> None:
@@ -165,29 +147,24 @@ class StepMemory:
         copied = self.vocab if self.gathers_bf16 else count_matmul_parameters(model)
         self.copies = 2 * copied if self.bf16 else 0
 
-    def _count_activations(
-        self,
-        model: ModelConfig,
-        accumulation: int,
-        recompute: ActivationCheckpointing,
-        tuning: TuningConfig,
-    ) -> None:
+    def _count_activations(self, config: Config, accumulation: int) -> None:
         """Count what a block's backward needs, what the block keeps until then, and the inputs of the step.
 
         A block keeps all, its input alone, or its matrix products and attention's logsumexp besides.
         """
-        C, tokens = model.n_embd, self.tokens
+        model, C, tokens = config.model, config.model.n_embd, self.tokens
         self.each = _BlockBytes(model, bf16=self.bf16, frozen=self.frozen)
         # With conversations each block keeps its own mask, a number for each pair of positions.
-        masks = tuning.instructions is not None
-        mask = (2 if self.bf16 else 4) * model.context_length if masks else 0
+        mask = 0
+        if config.tuning.instructions is not None:
+            mask = (2 if self.bf16 else 4) * model.context_length
         self.block = tokens * (self.each.saved * C + self.each.saved_per_token + mask)
         products = tokens * ((20 if self.bf16 else 40) * C + 4 * model.n_head)
         self.kept_block = {
             "none": self.block,
             "block": 4 * tokens * C,
             "selective": 4 * tokens * C + products,
-        }[recompute]
+        }[config.system.activation_checkpointing]
         rotation = 4 * model.context_length * C // model.n_head
         # Of the step's token ids, and of RoPE's cosines and sines.
         self.ids = 8 * tokens * accumulation

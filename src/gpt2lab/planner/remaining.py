@@ -18,7 +18,7 @@ from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
-from gpt2lab.runs.history import WARM_UP, read_json
+from gpt2lab.runs.history import WARM_UP, Log, read_json
 from gpt2lab.training.progress import MOST_STEPS, Interval, Progress
 
 MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -30,29 +30,31 @@ class Remaining:
 
     run_dir: Path
     config: Config
+    log: Log
+    progress: Progress  # of the last start
     step: int
     last_step: int
-    pace: Interval | None  # seconds of a step in the last start; None before there is one
-    seconds: Interval | None  # left
-    events_seconds: float  # of them, in evaluations, samples and checkpoints
-    trained_seconds: float  # in steps, over all starts
-    elapsed_seconds: float  # of all starts, without the pauses between them
-    environment: dict[str, Any]
-    estimated: dict[str, Any] | None  # estimate.json
+    actual: dict[str, Any] | None  # of estimate.json
+
+    @property
+    def seconds(self) -> Interval | None:
+        """Seconds left; None before there is a pace."""
+        return self.progress.remaining_interval(self.step)
 
     @property
     def throughput(self) -> Interval | None:
         """Tokens a second in the last start."""
-        return self.pace.inverse_of(self.config.batch.total_batch_size) if self.pace else None
+        pace = self.progress.pace()
+        return pace.inverse_of(self.config.batch.total_batch_size) if pace else None
 
     @property
     def milestones(self) -> list[tuple[int, Interval]]:
         """(step, seconds from now) of each share of the run that is still to come, events included."""
-        if self.seconds is None:
+        if (left := self.seconds) is None:
             return []
         steps_left = self.last_step - self.step
         at = [round(share * self.last_step) for share in MILESTONES]
-        return [(n, self.seconds.scaled((n - self.step) / steps_left)) for n in at if n > self.step]
+        return [(n, left.scaled((n - self.step) / steps_left)) for n in at if n > self.step]
 
 
 def last_written_run(checkpoint_dir: Path) -> Path | None:
@@ -90,41 +92,35 @@ def estimate_remaining(run_dir: Path) -> Remaining:
         if event["attempt"] == attempt and stall is not None and event["event"] != "done":
             progress.record_event(event["event"], stall)
     step = int(log.numbers[-1]) if len(log.numbers) else 0
-    return Remaining(
-        run_dir=run_dir,
-        config=config,
-        step=step,
-        last_step=last_step,
-        pace=progress.pace(),
-        seconds=progress.remaining_interval(step),
-        events_seconds=progress.events_left(step),
-        trained_seconds=float(np.nansum(log.column("step_seconds"))),
-        elapsed_seconds=log.spent_seconds(),
-        environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
-        estimated=read_json(run_dir / "estimate.json"),
-    )
+    actual = (read_json(run_dir / "estimate.json") or {}).get("actual")
+    return Remaining(run_dir, config, log, progress, step, last_step, actual)
 
 
 def describe_remaining(remaining: Remaining, now: float) -> str:
     """Return the prediction as text."""
     rate, left = remaining.throughput, remaining.seconds
-    done = f"{remaining.step:,} of {remaining.last_step:,} steps in {fmt.duration(remaining.elapsed_seconds)}"
+    spent = fmt.duration(remaining.log.spent_seconds())
+    done = f"{remaining.step:,} of {remaining.last_step:,} steps in {spent}"
+    trained = fmt.duration(float(np.nansum(remaining.log.column("step_seconds"))))
     speed = "n/a: needs a few more steps"
     if rate is not None:
         around = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"
         speed = f"{fmt.count(rate.value)} tok/s in the last start ({around})"
     lines = [
         f"run          {paths.display_path(remaining.run_dir)}",
-        f"done         {done} (steps alone {fmt.duration(remaining.trained_seconds)})",
+        f"done         {done} (steps alone {trained})",
         f"speed        {speed}",
     ]
     if remaining.step >= remaining.last_step:
-        return "\n".join([*lines, "remaining    nothing: the run is complete", *_score(remaining)])
+        lines.append("remaining    nothing: the run is complete")
+        if remaining.actual and remaining.actual.get("time_accuracy") is not None:
+            lines.append(f"forecast     {describe_actual(remaining.actual)}")
+        return "\n".join(lines)
     if left is None:
         return "\n".join([*lines, "remaining    n/a: the last start has too few steps"])
     lines.append(
         f"remaining    {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}, 80 %), "
-        f"of it {fmt.duration(remaining.events_seconds)} evaluations, samples and checkpoints"
+        f"of it {fmt.duration(remaining.progress.events_left(remaining.step))} evaluations, samples and checkpoints"
     )
     end = fmt.moment(now + left.value)
     lines.append(f"finished     {end}, if it runs without a pause from now on")
@@ -143,13 +139,6 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
     return "\n".join([*lines, "", table])
 
 
-def _score(remaining: Remaining) -> list[str]:
-    actual = (remaining.estimated or {}).get("actual")
-    if not isinstance(actual, dict) or actual.get("time_accuracy") is None:
-        return []
-    return [f"forecast     {describe_actual(actual)}"]
-
-
 def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
     """Return the prediction as one object; a part that is not known is null."""
     config, left, rate = remaining.config, remaining.seconds, remaining.throughput
@@ -161,7 +150,7 @@ def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
             "flops_per_token": training_flops_per_token(config),
         },
         "dataset_info": {"training_tokens": remaining.last_step * tokens},
-        "actual": (remaining.estimated or {}).get("actual"),
+        "actual": remaining.actual,
         "throughput": None
         if rate is None
         else dataclasses.asdict(rate) | {"source": "log", "quality": "ok", "mfu": None},
@@ -176,17 +165,15 @@ def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
             "high_hours": left.high / 3600,
             "sigma_log": None,
             "completed_steps": remaining.step,
-            "elapsed_hours": remaining.elapsed_seconds / 3600,
+            "elapsed_hours": remaining.log.spent_seconds() / 3600,
         }
-        result["breakdown"] = {
-            "train_s": left.value - remaining.events_seconds,
-            "events_s": remaining.events_seconds,
-        }
+        events = remaining.progress.events_left(remaining.step)
+        result["breakdown"] = {"train_s": left.value - events, "events_s": events}
         result["milestones"] = [
             milestone(at, span, tokens_per_step=tokens, now=now)
             for at, span in remaining.milestones
         ]
-    result["memory"] = _memory(config, remaining.environment)
+    result["memory"] = _memory(config, remaining.run_dir)
     return result
 
 
@@ -196,8 +183,9 @@ def milestone(step: int, span: Interval, *, tokens_per_step: int, now: float) ->
     return {"step": step, "tokens": step * tokens_per_step} | times
 
 
-def _memory(config: Config, environment: dict[str, Any]) -> dict[str, Any] | None:
+def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:
     """Return what a rank of the run's last start needs; None where that is not known, as of offloaded weights."""
+    environment = (read_json(run_dir / "run.json") or {}).get("environment") or {}
     shared, dtype = ranks_and_micro_batch(environment), environment.get("dtype")
     if config.system.fsdp_offload or shared is None or dtype not in ("fp32", "bf16"):
         return None

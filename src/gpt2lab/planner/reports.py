@@ -17,15 +17,12 @@ from gpt2lab.planner.estimate import (
     EVENTS,
     LAW,
     LOSS_FORMULA,
-    Cost,
     Estimate,
-    MemoryNeed,
     Window,
     loss_of,
     verdict,
 )
 from gpt2lab.planner.hardware import Hardware
-from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.timing import KINDS, MUON_ROUNDS, muon_flops
 from gpt2lab.training.progress import Z80, Interval
 
@@ -33,7 +30,6 @@ GIB = 2**30
 
 
 def _row(name: str, value: str, interval: str = "", note: str = "") -> str:
-    """Write one line of the report."""
     return f"{name:<12} {value:<14} {interval:<22} {note}".rstrip()
 
 
@@ -43,7 +39,6 @@ def hours(interval: Interval) -> str:
 
 
 def _title(estimate: Estimate) -> str:
-    """Say what is trained on what."""
     job, T = estimate.job, estimate.job.config.model.context_length
     name = job.config.model.model
     return (
@@ -54,7 +49,6 @@ def _title(estimate: Estimate) -> str:
 
 
 def _source(estimate: Estimate) -> str:
-    """Say where the speed comes from, and how uncertain it is."""
     machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
     source = machine.rates.source
     priors = {
@@ -214,8 +208,6 @@ def describe_actual(actual: Mapping[str, Any]) -> str:
     )
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------
-
 SCHEMA = "gpt2-estimate/1"
 KEYS = (
     *("schema", "timestamp", "max_training_hours", "profile_name", "profile", "estimate"),
@@ -232,15 +224,20 @@ def blank_report() -> dict[str, Any]:
 
 def estimate_as_json(
     estimate: Estimate,
-    *,
     profile_name: str,
-    window: Window | None,
+    *,
+    window: Window | None = None,
     scaling: Sequence[Mapping[str, Any]] = (),
     milestones: Sequence[Mapping[str, Any]] = (),
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the object for one estimate."""
-    job = estimate.job
+    job, need, cost = estimate.job, estimate.memory, estimate.cost
+    hours = estimate.seconds.scaled(1 / 3600)
+    judged = verdict(estimate, window) if window else None
+    loss, ladder, law, data = estimate.loss, estimate.ladder, LAW, "FineWeb, GPT-2 BPE"
+    if ladder is not None:
+        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
     return blank_report() | {
         "max_training_hours": window.seconds / 3600 if window else None,
         "profile_name": profile_name,
@@ -249,79 +246,54 @@ def estimate_as_json(
             "gradient_accumulation_steps": job.accumulation,
             "max_length": job.config.model.context_length,
             "estimated_throughput": estimate.throughput.value,
-            "memory_usage_gb": estimate.memory.needed / 1e9,
-            "largest_batch_size": estimate.memory.largest_micro_batch,
+            "memory_usage_gb": need.needed / 1e9,
+            "largest_batch_size": need.largest_micro_batch,
             "processes": job.world_size,
             "machine": estimate.machine.title,
             "dtype": job.dtype,
             "compile": job.compiled,
         },
-        "estimate": _hours_as_json(estimate, window),
+        "estimate": {
+            "total_steps": job.max_steps,
+            "estimated_hours": hours.value,
+            "fits_in_window": None if judged is None else judged == "fits",
+            "verdict": judged,
+            "low_hours": hours.low,
+            "high_hours": hours.high,
+            "sigma_log": estimate.sigma,
+            "step_seconds": asdict(estimate.step),
+            "safety_margin_hours": window.margin / 3600 if window else None,
+        },
         "dataset_info": dict(job.dataset)
         | {"epochs": job.epochs, "training_tokens": job.tokens}
         | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)
         | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
         "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},
-        "memory": _memory_as_json(estimate.memory),
+        "memory": {
+            **asdict(need.tensors),
+            "context": need.overhead,
+            "total": need.needed,
+            "available": need.available,
+            "fits": need.fits,
+        },
         "scaling": list(scaling),
         "milestones": list(milestones),
-        "cost": _cost_as_json(estimate.cost),
-        "loss": _loss_as_json(estimate),
+        "cost": cost
+        and {
+            "usd": cost.usd.value,
+            "usd_low": cost.usd.low,
+            "usd_high": cost.usd.high,
+            "price_per_gpu_hour": cost.price_per_gpu_hour,
+            "price_source": cost.source,
+            "price_date": cost.date,
+            "kwh": cost.energy_kwh,
+        },
+        "loss": loss and asdict(loss) | {"law": law, "data": data},
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
     }
 
-
-def _hours_as_json(estimate: Estimate, window: Window | None) -> dict[str, Any]:
-    hours, judged = estimate.seconds.scaled(1 / 3600), verdict(estimate, window) if window else None
-    return {
-        "total_steps": estimate.job.max_steps,
-        "estimated_hours": hours.value,
-        "fits_in_window": None if judged is None else judged == "fits",
-        "verdict": judged,
-        "low_hours": hours.low,
-        "high_hours": hours.high,
-        "sigma_log": estimate.sigma,
-        "step_seconds": asdict(estimate.step),
-        "safety_margin_hours": window.margin / 3600 if window else None,
-    }
-
-
-def _memory_as_json(need: MemoryNeed) -> dict[str, Any]:
-    return {part: getattr(need.tensors, part) for part in PARTS} | {
-        "context": need.overhead,
-        "total": need.needed,
-        "available": need.available,
-        "fits": need.fits,
-        "peak_at": need.tensors.peak_at,
-    }
-
-
-def _cost_as_json(cost: Cost | None) -> dict[str, Any] | None:
-    if cost is None:
-        return None
-    return {
-        "usd": cost.usd.value,
-        "usd_low": cost.usd.low,
-        "usd_high": cost.usd.high,
-        "price_per_gpu_hour": cost.price_per_gpu_hour,
-        "price_source": cost.source,
-        "price_date": cost.date,
-        "kwh": cost.energy_kwh,
-    }
-
-
-def _loss_as_json(estimate: Estimate) -> dict[str, Any] | None:
-    if estimate.loss is None:
-        return None
-    law, data, ladder = LAW, "FineWeb, GPT-2 BPE", estimate.ladder
-    if ladder is not None:
-        law, data = f"ladder {ladder.name}", ladder.settings["data_name"]
-    return asdict(estimate.loss) | {"law": law, "data": data}
-
-
-# -- formulas ----------------------------------------------------------------------------------------------------
 
 _HIDDEN: dict[Parallel, str] = {
     "ddp": "hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's {embedding:,.0f} MB",
@@ -332,7 +304,6 @@ _HIDDEN: dict[Parallel, str] = {
 
 
 def _communication(found: Estimate, link: str) -> str:
-    """Write what a step sends, and what is assumed to hide it."""
     job, model = found.job, found.job.config.model
     sent = step_bytes(
         model,

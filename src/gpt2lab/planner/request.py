@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,7 @@ from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import (
-    LEAVES,
-    as_recorded,
-    both_set_length,
-    find_problems,
-    is_list,
-)
+from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, find_problems, is_list
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order
@@ -29,7 +24,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
-from gpt2lab.planner.hardware import Hardware, Profile
+from gpt2lab.planner.hardware import Hardware, Profile, find_profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named
@@ -158,7 +153,6 @@ class EstimateRequest(JobFlags):
 
 
 def _given(request: JobFlags) -> list[str]:
-    """Return the names of the flags that are not at their defaults."""
     leaves = dataclasses.fields(request)
     return [leaf.name for leaf in leaves if getattr(request, leaf.name) != leaf.default]
 
@@ -245,15 +239,11 @@ def start_of(request: EstimateRequest, now: float) -> float:
 
 
 def _moment(name: str, text: str) -> float:
-    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
-        try:
-            return time.mktime(time.strptime(text, form))
-        except (ValueError, OverflowError):
-            continue
-    raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
-
-
-# -- the job ---------------------------------------------------------------------------------------------------------
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        why = "is neither a span (12h) nor a time (2026-12-24 18:00)"
+        raise ConfigError(f"--{name} {text!r} {why}") from None
 
 
 def settings_of(request: JobFlags) -> Config:
@@ -282,11 +272,23 @@ def job_of(
     if tokenizer := tokenizer_of(read_sources(config.data).folders[0]):
         is_typed = request.vocab_size is not None
         config = fit_vocabulary(config, tokenizer.size, is_typed=is_typed)
-    _check_parallel(request, world_size)
+    if world_size == 1 and request.parallel not in (None, "ddp"):
+        raise ConfigError(
+            f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
+        )
+    if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
     if request.profile is not None:
         config = profile.applied(config, typed=_given(request))
     config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
-    order, fingerprint = _open_data(request, config)
+    order: Order | Mixture | None = None
+    fingerprint: str | None = None
+    if request.data_dir:
+        data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
+        T, fingerprint = config.model.context_length, data.fingerprint
+        order = training_order(
+            data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
+        )
     steps, unique, dataset = _length_of(request, config, profile, order)
     bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
@@ -304,39 +306,10 @@ def job_of(
     )
 
 
-def _check_parallel(request: JobFlags, world_size: int) -> None:
-    if world_size == 1 and request.parallel not in (None, "ddp"):
-        raise ConfigError(
-            f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
-        )
-    if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
-        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
-
-
-def _open_data(request: JobFlags, config: Config) -> tuple[Order | Mixture | None, str | None]:
-    """Return the order of the samples and the fingerprint of --data_dir, None without it.
-
-    Raises: DataError.
-    """
-    if not request.data_dir:
-        return None, None
-    data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
-    order = training_order(
-        data,
-        context_length=config.model.context_length,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-    )
-    return order, data.fingerprint
-
-
 def _length_of(
     request: JobFlags, config: Config, profile: Profile, order: Order | Mixture | None
 ) -> tuple[int, int | None, dict[str, float]]:
-    """Return the steps of the run, the unique tokens of its data if they are known, and how that size was given.
-
-    Raises: ConfigError if the run is shorter than one step, or too long.
-    """
+    """Return the steps of the run, the unique tokens of its data if they are known, and how that size was given."""
     batch, unique = config.batch.total_batch_size, None
     dataset: dict[str, float] = {}
     if order is not None:
@@ -372,15 +345,12 @@ def _length_of(
     return steps, unique, {"tokens": float(steps * batch)} | dataset
 
 
-# -- predictions -----------------------------------------------------------------------------------------------------
-
-
 class Predictor:
     """Predicts jobs on the machine of a request: this one, or a card by name."""
 
     def __init__(self, request: JobFlags, known: Hardware) -> None:
-        """Detect this machine's hardware, unless the request names a card."""
         self.request, self.hardware = request, known
+        self.profile = find_profile(request.profile, known)
         self.gpu = known.gpu(request.gpu) if request.gpu is not None else None
         self.detected = detect_hardware() if self.gpu is None else DetectedHardware(())
         self.unseen = unseen_gpus() if self.detected.gpus else None  # training would be refused
@@ -389,26 +359,26 @@ class Predictor:
         self.records = calibration.read(request.folder())
         self.is_cpu = self.gpu is None and self.detected.is_cpu
         self.world_size = request.gpus or max(1, len(self.detected.gpus))
-        self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
+        self._machines: dict[tuple[Any, ...], Machine] = {}
         self.ladder = (
             None if request.ladder is None else find_ladder(request.ladder, request.folder())
         )
 
-    def job(self, profile: Profile) -> Job:
+    def job(self) -> Job:
         """Return the job that the flags describe on this machine.
 
         Raises: ConfigError, DataError.
         """
         return job_of(
             self.request,
-            profile,
+            self.profile,
             world_size=self.world_size,
             is_cpu=self.is_cpu,
             native_bf16=self.gpu is not None or self.detected.native_bf16,
         )
 
-    def machine_for(self, job: Job) -> tuple[Machine, dict[str, float]]:
-        """Return the machine with rates for this job's dtype and compilation, and the ratios of its event costs.
+    def machine_for(self, job: Job) -> Machine:
+        """Return the machine with rates for this job's dtype and compilation.
 
         Raises: ConfigError, NoSourceError.
         """
@@ -417,7 +387,7 @@ class Predictor:
             if self.gpu is None:
                 found = calibration.this_machine(self.detected, self.hardware, self.records, job)
             else:
-                on = named(
+                found = named(
                     self.gpu,
                     self.hardware,
                     gpus=job.world_size,
@@ -425,22 +395,17 @@ class Predictor:
                     nodes=self.request.nodes,
                     interconnect=self.request.interconnect,
                 )
-                found = on, {}
             self._machines[kind] = found
         return self._machines[kind]
 
-    def predict(self, job: Job, profile: Profile, *, on: Machine | None = None) -> Estimate:
+    def predict(self, job: Job, *, on: Machine | None = None) -> Estimate:
         """Estimate one job, on another machine than that of the request if given."""
-        ratios: dict[str, float] = {}
-        if on is None:
-            on, ratios = self.machine_for(job)
         found = estimate(
             job,
-            on,
+            on or self.machine_for(job),
             self.hardware,
-            ratios=ratios,
             price=self.request.price,
-            memory_target=profile.memory_target,
+            memory_target=self.profile.memory_target,
         )
         if self.ladder is None:
             return found

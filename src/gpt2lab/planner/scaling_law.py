@@ -143,7 +143,6 @@ class _Samples:
     seed_errors: Array  # (samples, seeds)
 
     def laws(self) -> list[Law]:
-        """Return the laws of the bootstrap."""
         return [_law_of(theta, self.centre) for theta in self.theta]
 
 
@@ -216,7 +215,6 @@ def fit_law(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
 
 
 def _standardized(errors: Array) -> Array:
-    """Return errors to draw from, of deviation 1."""
     size = math.sqrt(float(np.mean(errors**2)))
     return errors / size if size > 1e-12 else np.zeros(1)
 

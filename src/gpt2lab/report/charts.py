@@ -24,18 +24,17 @@ _LARGEST = 1e30  # value that is drawn; the smallest one on a logarithmic scale 
 
 @dataclass(frozen=True)
 class Mark:
-    """A path of the inner picture, with its CSS classes and the tooltip."""
+    """A path of the inner picture, with its CSS classes."""
 
     classes: str
     path: str
-    title: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
     """A chart over one axis; places are in percent of its width and height."""
 
-    axis: Axis | None
+    axis: Axis
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     notes: list[tuple[float, str]]  # height, text
@@ -51,18 +50,6 @@ class Chart:
     height: int  # pixels
     legend: list[tuple[str, str]]
     pictures: list[Picture]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A row of `interval_chart`: a forecast's interval and the actual value, as multiples of the forecast."""
-
-    label: str
-    colour: str
-    low: float
-    value: float
-    high: float
-    title: str
 
 
 @dataclass(frozen=True)
@@ -227,17 +214,13 @@ def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
     ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
     bars = zip(across, *ends, strict=True)
     errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
-    marks = [Mark(f"{colour} error", errors), Mark(f"{colour} points", _dots(places))]
+    # Lines of length 0: with round caps they are circles, however the picture is stretched.
+    dots = "".join(f"M{place}h0" for place in places)
+    marks = [Mark(f"{colour} error", errors), Mark(f"{colour} points", dots)]
     return [Mark(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
 
 
-def _dots(places: Sequence[str]) -> str:
-    """Return lines of length 0: with round caps they are circles, however the picture is stretched."""
-    return "".join(f"M{place}h0" for place in places)
-
-
 def _values(line: Line, axis: Axis) -> dict[str, Any]:
-    """Return the values of a line that page.js shows at the pointer."""
     curve = line.curve
     known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
     values: dict[str, Any] = {"name": line.name, "colour": _class_of(line)}
@@ -246,31 +229,3 @@ def _values(line: Line, axis: Axis) -> dict[str, Any]:
     if curve.error is not None:
         values["error"] = [float(f"{error:.2g}") for error in curve.error[known]]
     return values
-
-
-def interval_chart(
-    title: str, intervals: Sequence[Interval], legend: list[tuple[str, str]]
-) -> Chart | None:
-    """Return a chart with one row for each interval and its value, in multiples of 1; None if there are none."""
-    if not intervals:
-        return None
-    x = Scale.over(
-        np.array([0.5, 2.0, *(n for i in intervals for n in (i.low, i.value, i.high))]), is_log=True
-    )
-    intervals = [i for i in intervals if np.isfinite(x.at([i.low, i.value, i.high])).all()]
-    marks = [Mark("reference", f"M{x.at(1.0) * WIDTH:.0f},0V{HEIGHT}")]
-    labels = []
-    for row, interval in enumerate(intervals):
-        share = (row + 0.5) / len(intervals)
-        low, value, high = WIDTH * x.at([interval.low, interval.value, interval.high])
-        down = f"{HEIGHT * share:.0f}"
-        span, dot = f"M{low:.0f},{down}H{high:.0f}", f"{value:.0f},{down}"
-        marks += [
-            Mark(f"{interval.colour} span", span, interval.title),
-            Mark(f"{interval.colour} points large", _dots([dot]), interval.title),
-        ]
-        if row == 0 or intervals[row - 1].label != interval.label:
-            labels.append((round(100 * share, 2), interval.label))
-    ticks = x.percent([(value, f"{text}×") for value, text in x.ticks()])
-    picture = Picture(None, ticks, labels, [], marks, "")
-    return Chart(title, 44 + 28 * len(intervals), legend, [picture])

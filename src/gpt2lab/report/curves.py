@@ -65,9 +65,8 @@ class Curves:
     hellaswag: dict[str, Curve]  # {metric: accuracies}
     resumes: dict[Axis, np.ndarray]
     tokenizer: str  # its record in run.json
-    bits_per_nat: (
-        float | None
-    )  # bits/byte of the validation text for each nat/token; None where it is not known
+    # Bits/byte of the validation text for each nat/token; None where it is not known.
+    bits_per_nat: float | None
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,12 @@ class Panel:
     by_run: bool = False  # whether the legend names runs instead of lines
 
 
-def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run.
+def read_curves(run_dir: Path, log: history.Log | None = None, name: str | None = None) -> Curves:
+    """Return the curves of a run; its log is read if it is not given, and `name` is by default that of the folder.
 
     Raises: ConfigError if it has taken no step.
     """
-    return curves_of(run_dir, history.read_log(run_dir))
-
-
-def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curves:
-    """Return the curves of a log; `name` is by default that of the folder.
-
-    Raises: ConfigError if it has taken no step.
-    """
+    log = history.read_log(run_dir) if log is None else log
     if not len(log.numbers):
         raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
     places, evals = _Places(log), log.current("eval")
@@ -210,7 +202,6 @@ class _Places:
         self._hours /= 3600
 
     def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
-        """Return the places of some steps; 0 tokens and hours before the first."""
         x, numbers = np.fromiter(steps, float), self._log.numbers
         tokens, hours = (
             np.interp(x, numbers, column, left=0.0) for column in (self._tokens, self._hours)
@@ -218,13 +209,11 @@ class _Places:
         return {"step": x, "tokens": tokens, "hours": hours}
 
     def spread(self, field: str) -> Curve:
-        """Return values of a field at equal distances, with the first and the last."""
         rows, values = self._known(field)
         chosen = np.array(spread(range(len(values)), _POINTS), int)
         return self._at(rows, chosen, values[chosen])
 
     def trace(self, field: str) -> Trace:
-        """Return a field of every step, raw and smoothed."""
         rows, values = self._known(field)
         sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
         smooth = running_medians(values, even)

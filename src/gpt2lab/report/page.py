@@ -10,7 +10,6 @@ import base64
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.report import charts, curves
-from gpt2lab.report.charts import Chart, Interval
 from gpt2lab.runs import history, overview, summary
 from gpt2lab.runs.evaluations import newest_tasks
 from gpt2lab.runs.history import Log, read_json
@@ -35,39 +33,6 @@ _TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html
 _SAMPLES = 16  # on the page, spread evenly over the run
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A forecast and the actual number; `low` and `high` are its 80 % interval, None if it has none."""
-
-    what: str
-    value: float
-    low: float | None
-    high: float | None
-    actual: float
-    verdict: str
-    write: Callable[[float], str]
-
-    def texts(self) -> tuple[str, str, str, str, str]:
-        """Return (what, forecast, its interval, actual, verdict) of a table's row."""
-        value, actual = self.write(self.value), self.write(self.actual)
-        return self.what, value, self._interval(), actual, self.verdict
-
-    def _interval(self) -> str:
-        if self.low is None or self.high is None:
-            return "-"
-        return f"{self.write(self.low)} … {self.write(self.high)}"
-
-    def interval(self, run: str, colour: str) -> Interval | None:
-        """Return the row of the chart, in multiples of the forecast; None if a number is not positive."""
-        if self.value <= 0 or self.actual <= 0:
-            return None
-        low, high = self.low or self.value, self.high or self.value
-        _, value, interval, actual, _ = self.texts()
-        title = f"{run}, {self.what}: forecast {value} ({interval}), actual {actual}"
-        shares = (low / self.value, self.actual / self.value, high / self.value)
-        return Interval(self.what, colour, *shares, title)
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
@@ -108,7 +73,6 @@ def render(*run_dirs: Path) -> str:
         written=fmt.moment(time.time()),
         runs=runs,
         charts=charts.charts_of(drawn) if drawn else [],
-        accuracy=_accuracy(runs),
         differing=_differing(runs),
         width=charts.WIDTH,
         height=charts.HEIGHT,
@@ -116,7 +80,6 @@ def render(*run_dirs: Path) -> str:
 
 
 def _read(run_dir: Path, name: str) -> Event:
-    """Return what the template needs of one run."""
     config, log = history.read_config(run_dir), history.read_log(run_dir)
     chosen = chosen_in(read_json(run_dir / "config.json") or {})
     status = overview.read_run(run_dir, log)
@@ -129,7 +92,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "title": _title(config, log),
         "status": status,
         "tiles": _tiles(log),
-        "curves": curves.curves_of(run_dir, log, name) if len(log.numbers) else None,
+        "curves": curves.read_curves(run_dir, log, name) if len(log.numbers) else None,
         "sources": _sources(log),
         "tasks": _tasks(run_dir, log),
         "forecast": _forecast(run_dir, log),
@@ -161,7 +124,6 @@ def _title(config: Config, log: Log) -> str:
 
 
 def _tiles(log: Log) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the numbers at the top of the page."""
     evals, scores = log.current("eval"), log.current("hellaswag")
     first, newest = log.first_step(), log.last_step()
     tiles = []
@@ -232,7 +194,6 @@ def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
 
 
 def _split_sample(sample: Event, config: Config, log: Log) -> tuple[str, str]:
-    """Return the prompt of a sample and the text that the model generated."""
     prompt = config.eval.sample_prompt  # of the last start; undo the changes of later resumes
     for resume in reversed(log.of_kind("resume")):
         if resume["attempt"] > sample["attempt"]:
@@ -253,56 +214,48 @@ def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _accuracy(runs: Sequence[Event]) -> Chart | None:
-    """Return the chart of actual numbers in multiples of their forecasts, None if there are none."""
-    found = [
-        interval
-        for what in dict.fromkeys(row.what for run in runs for row in run["forecast"])
-        for run in runs
-        for row in run["forecast"]
-        if row.what == what and (interval := row.interval(run["name"], run["colour"]))
-    ]
-    legend = [(run["colour"], run["name"]) for run in runs if run["forecast"]]
-    title = "actual in multiples of the forecast, with its 80 % interval"
-    return charts.interval_chart(title, found, legend if len(runs) > 1 else [])
-
-
-def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
-    """Return a row for each number that both estimate.json and the run have."""
+def _forecast(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
+    """Return (what, forecast, interval, actual, verdict) of each number that both estimate.json and the run have."""
     document = read_json(run_dir / "estimate.json") or {}
-    rows: list[Forecast] = []
+    rows: list[tuple[str, ...]] = []
     span, rate = document.get("estimate"), document.get("throughput") or {}
     if not len(log.numbers) or not span:
         return rows
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
     bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
-    verdict = _verdict(*bounds[1:], hours) if actual else "so far"
-    rows.append(Forecast("time", *bounds, hours, verdict, _hours))
+    rows.append(_row("time", _hours, bounds, hours, None if actual else "so far"))
     if rate.get("value") is not None:
         median = float(np.nanmedian(log.column("tokens_per_second")))
         bounds = (rate["value"], rate["low"], rate["high"])
-        verdict = _verdict(*bounds[1:], median)
-        rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
+        rows.append(_row("tokens/s", "{:,.0f}".format, bounds, median))
     needed = (document.get("memory") or {}).get("total")
     if needed and (peak := log.peak_memory()):
         share = f"{needed / peak:.0%} of the actual peak"
-        rows.append(Forecast("memory", needed, None, None, peak, share, _gib))
+        rows.append(("memory", _gib(needed), "-", _gib(peak), share))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
         note = f"forecast for {loss.get('data', 'this data')}"
         bounds = (loss["value"], loss["low"], loss["high"])
-        rows.append(Forecast("validation loss", *bounds, measured, note, "{:.2f}".format))
+        rows.append(_row("validation loss", "{:.2f}".format, bounds, measured, note))
     return rows
 
 
-def _verdict(low: float, high: float, actual: float) -> str:
-    return "inside" if low <= actual <= high else "outside"
+def _row(
+    what: str,
+    write: Callable[[float], str],
+    bounds: tuple[float, float, float],
+    actual: float,
+    verdict: str | None = None,
+) -> tuple[str, ...]:
+    value, low, high = bounds
+    if verdict is None:
+        verdict = "inside" if low <= actual <= high else "outside"
+    return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
 
 
 def _starts(log: Log, *, is_running: bool) -> list[Event]:
-    """Return a row for each start: time, steps, world size, changes, and how it ended."""
     starts: list[Event] = []
     for begin in log.of_kind("begin"):
         of = [event for event in log.events if event["attempt"] == begin["attempt"]]

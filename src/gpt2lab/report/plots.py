@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.report.curves import FEWEST_JOINED, Axis, Curve, Curves, Panel, panels_of
 
@@ -90,7 +90,6 @@ def draw_table(kind: Table, file: Path, path: Path, view: View) -> None:
 
 
 def _speeds(found: dict[str, Any], view: View) -> Figure:
-    """Draw measured tokens/s as bars, a panel for each model size."""
     sizes = found["tokens_per_second"]
     panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
@@ -149,7 +148,6 @@ def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, floa
 def _draw_differences(
     axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], label: str
 ) -> None:
-    """Draw the difference of each setting to a baseline with its intervals, one row a setting."""
     kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
     for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
         shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
@@ -293,14 +291,11 @@ def _write(figure: Figure, path: Path) -> None:
     else:
         figure.savefig(file, format="png", dpi=130)
         picture = file.getvalue()
-    try:
+    with system_errors_as(ConfigError, path, what="cannot be written"):
         replace_durably(path, picture)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _reason(error: Exception) -> str:
-    """Say why a file cannot be drawn."""
     if isinstance(error, OSError):
         return error.strerror or "cannot be read"
     if isinstance(error, KeyError):
@@ -377,6 +372,5 @@ def _draw_panel(axes: Axes, panel: Panel, runs: list[Curves], view: View) -> Non
 
 
 def _draw_measured(axes: Axes, curve: Curve, x: Axis, **style: Any) -> None:
-    """Draw evaluations with their standard errors."""
     line = "-" if len(curve) >= FEWEST_JOINED else "none"
     axes.errorbar(curve.x[x], curve.y, curve.error, marker="o", ms=3, ls=line, **style)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from math import nan
+from math import isfinite, nan
 from typing import Annotated, Any
 
 import msgspec
@@ -126,6 +126,15 @@ def decode_step(line: bytes) -> Step | None:
 def as_step(event: Event) -> Step:
     """Return the fields of a step that `parse_line` returned."""
     return msgspec.convert({k: v for k, v in event.items() if v is not None}, Step)
+
+
+def finite(value: Any) -> Any:
+    """Return JSON values with null in the place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def encode_line(event: Event) -> bytes:

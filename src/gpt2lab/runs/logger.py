@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import IO, Any
 from gpt2lab.errors import SaveError
 from gpt2lab.files import regular
 from gpt2lab.runs.console import WATCHED_SECONDS, Console, beats, doing
-from gpt2lab.runs.events import METRICS, encode_line, parse_line
+from gpt2lab.runs.events import METRICS, encode_line, finite, parse_line
 from gpt2lab.runs.folder import LOG
 
 # Without a line in a file: while somebody may be watching it, and later.
@@ -74,7 +73,7 @@ class MetricsLogger:
         """
         if self._metrics is None:
             return
-        values = {name: _finite(value) for name, value in fields.items()}
+        values = {name: finite(value) for name, value in fields.items()}
         line = {
             "event": event,
             "time": time.time(),
@@ -239,10 +238,6 @@ class MetricsLogger:
                 with contextlib.suppress(OSError):  # a full disk; the metrics were flushed before
                     sink.close()
         self._metrics = self._log = None
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _end_last_line(path: Path) -> None:

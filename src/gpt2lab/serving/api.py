@@ -31,12 +31,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"parallel_tool_calls": (True, False), "response_format": ({"type": "text"},)},
     **{"service_tier": ("auto", "default"), "top_logprobs": (0,), "reasoning_effort": ("none",)},
 }
-_LABELS = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-}  # identify the client; ignored
+# They identify the client, and are ignored.
+_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _READ = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream"}
 _READ |= {"stream_options"}
 
@@ -107,13 +103,16 @@ def read_request(
     ):
         wanted = 'stream_options is {"include_usage": true} or false, with stream'
         raise Problem(400, wanted, param="stream_options")
+    longest = max(map(len, prompts))
+    temperature = _number(body, "temperature", SamplingParams.temperature, 0, 2, float)
     return CompletionRequest(
         is_chat=is_chat,
         prompts=prompts,
         n=n,
         style=SamplingParams(
-            _max_tokens(body, max(map(len, prompts)), completer.context_length, is_chat=is_chat),
-            temperature=_temperature(body),
+            _max_tokens(body, longest, completer.context_length, is_chat=is_chat),
+            # So small that only the likeliest token is left, it is 0.
+            temperature=temperature if temperature >= 1e-5 else 0.0,
             top_k=_number(body, "top_k", SamplingParams.top_k, 0, 2**31),
             top_p=_number(body, "top_p", SamplingParams.top_p, 1e-6, 1, float),
             seed=_number(body, "seed", secrets.randbits(31), -(2**63), 2**63 - 1),
@@ -148,11 +147,6 @@ def _flag(body: dict[str, Any], key: str) -> bool:
     if not isinstance(value, bool | None):
         raise Problem(400, f"{key} must be true or false", param=key)
     return bool(value)
-
-
-def _temperature(body: dict[str, Any]) -> float:
-    value: float = _number(body, "temperature", SamplingParams.temperature, 0, 2, float)
-    return value if value >= 1e-5 else 0.0  # so small that only the likeliest token is left
 
 
 def _max_tokens(body: dict[str, Any], longest: int, context: int, *, is_chat: bool) -> int:
@@ -213,8 +207,6 @@ def _prompts(body: dict[str, Any], completer: Completer, *, is_chat: bool) -> li
 
 
 def _texts_or_ids(prompt: Any, size: int) -> list[str | list[int]]:
-    """Return the prompts of a completion: a text, a list of ids, or a list of one or the other."""
-
     def is_ids(one: Any) -> bool:
         return isinstance(one, list) and all(type(id) is int and 0 <= id < size for id in one)
 
@@ -228,7 +220,6 @@ def _texts_or_ids(prompt: Any, size: int) -> list[str | list[int]]:
 
 
 def _turns(messages: Any) -> tuple[Turn, ...]:
-    """Return the turns of a conversation whose last message is the user's."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise Problem(400, "messages must be a list of objects", param="messages")
     turns = [Turn(_role(one.get("role")), _content(one.get("content"))) for one in messages]
@@ -345,11 +336,7 @@ class Reply:
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         read, drawn = sum(map(len, self.wanted.prompts)), sum(len(one.ids) for one in choices)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
-        }
+        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def _choice(choice: Choice, text: dict[str, Any], finish: str | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import torch
 from scipy import special
 
 from corpora import run_prepare, write_jsonl
@@ -449,18 +448,6 @@ def test_degrees_of_freedom_are_those_of_each_group() -> None:
     one.tokens[1:, 0] = 0
     one.difference[1:, 0] = 0
     assert estimate_groups([one, two], [0.3, 0.7]).part.degrees[0] == 0
-
-
-def test_losses_written_are_losses_read(tmp_path: Path, folder: Path) -> None:
-    kept = find_token_losses("both", folder / "runs")
-    token_losses.write_token_losses(tmp_path, kept)
-    found = read_token_losses(tmp_path)
-    assert isinstance(found, TokenLosses)
-    assert np.array_equal(found.losses, kept.losses)
-    assert (found.sources, found.val_loss, found.step, found.attempt) == (
-        *(kept.sources, kept.val_loss, kept.step, kept.attempt),
-    )
-    assert torch.from_numpy(found.losses).dtype == torch.float16
 
 
 def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path) -> None:

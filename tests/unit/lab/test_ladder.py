@@ -161,7 +161,7 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
     file.write_text(
         file.read_text().replace("b.n_embd = 12", "b = {n_embd = 12, context_length = 8}")
     )
-    runs = read_family(str(file)).rung_runs(tmp_path / "out")
+    runs = read_family(str(file), tmp_path / "out").rung_runs()
     with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64"):
         first_starts(runs)
 
@@ -330,7 +330,7 @@ def folder(tmp_path: Path) -> Path:
     found = small_ladder(**results.shared_settings(modern.config))
     names = [f"r{i}" for i in range(9)]
     document = results.ladder_as_json(found, names=names, rates=[], prediction=None, scored=None)
-    results.write_ladder(tmp_path / "mine", document)
+    (tmp_path / "mine" / "ladder.json").write_text(json.dumps(document))
     return tmp_path
 
 

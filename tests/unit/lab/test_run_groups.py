@@ -36,7 +36,7 @@ def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
     found = compare_groups("a_*", "a_*", checkpoint_dir=tmp_path)
     (loss,) = found.metrics
     assert (found.seeds, loss.step_a, loss.found.over_seeds.mean) == ((1, 2), 2, 0)
-    assert describe_groups("a_*", "a_*", found, smallest=0.01).startswith("A  a_*\nB  a_*\n\n")
+    assert describe_groups(found).startswith("A  a_*\nB  a_*\n\n")
 
 
 def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
@@ -83,11 +83,11 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert by_name["acc"].over_seeds.mean == pytest.approx(-quiz.over_seeds.mean)
     assert quiz.seeds_needed is not None
     assert quiz.seeds_needed.difference == 0.3
-    said = describe_groups("a_*", "b_*", found, smallest=0.3)
+    said = describe_groups(found)
     assert "quiz acc: " in said
     assert "nats" not in said.split("quiz acc: ")[1]
     assert "on the same documents or items" in said.replace("windows", "documents")
-    answer = groups_as_json("a_*", "b_*", found, smallest=0.3)
+    answer = groups_as_json(found)
     assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
     assert answer["metrics"]["quiz acc"]["unit"] is None
     (tmp_path / "it.json").write_text(json.dumps(answer))

@@ -14,7 +14,7 @@ from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
-from gpt2lab.planner import calibration, hardware, measuring, request, timing
+from gpt2lab.planner import calibration, measuring, request, timing
 from gpt2lab.planner.calibration import MachineKind, this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
@@ -144,7 +144,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
         asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
         job = Job(asked, max_steps=10, world_size=1, dtype="bf16", compiled=False)
         a_card = on("H100", compiled=False)
-        costs = event_costs(job, a_card, KNOWN, ratios=line["ratios"])
+        costs = event_costs(job, dataclasses.replace(a_card, ratios=line["ratios"]), KNOWN)
         one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
         training = a_card.rates.seconds((*one[:4], 0.0, one[5])) / job.micro_batch
         expected = 30 * texts * 100 * training / config.model.context_length
@@ -158,19 +158,19 @@ def test_event_costs_know_what_was_measured():
 
 
 def test_an_unknown_gpu_is_measured_never_guessed():
-    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
+    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0")
     job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
         this_machine(DetectedHardware((card,)), KNOWN, [], job)
     seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
-    found, _ = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
+    found = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
-    card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
+    card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0")
     monkeypatch.setattr(request, "detect_hardware", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
@@ -184,10 +184,10 @@ def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatc
     asked = Predictor(EstimateRequest(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
     if verdict == "rejected":
         with pytest.raises(NoSourceError, match="others used 97% of its GPU"):
-            measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
+            measuring.probe(asked, seconds=15)
         assert calibration.read(tmp_path) == []
         return
-    measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
+    measuring.probe(asked, seconds=15)
     (line,) = calibration.read(tmp_path)
     assert line["others"] == busy / 100
     assert ("the interval is wider" in capsys.readouterr().err) == (verdict == "wider")

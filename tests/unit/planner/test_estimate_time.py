@@ -273,16 +273,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, ca
     found = json.loads(capsys.readouterr().out)["memory"]
     config = history.read_config(a_run)
     expected = memory.StepMemory(
-        config.model,
-        micro_batch=16,
-        accumulation=8,
-        dtype="bf16",
-        world_size=4,
-        parallel=settings.get("parallel", "ddp"),  # type: ignore[arg-type]
-        param_dtype=settings.get("fsdp_param_dtype", "fp32"),  # type: ignore[arg-type]
-        recompute=settings.get("activation_checkpointing", "none"),  # type: ignore[arg-type]
-        optimizer=settings.get("optimizer", "adamw"),  # type: ignore[arg-type]
-        tuning=config.tuning,
+        config, micro_batch=16, accumulation=8, dtype="bf16", world_size=4
     ).peak()
     assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import launch
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner import auto, calibration
-from gpt2lab.planner.auto import OpenSettings, choose_settings
+from gpt2lab.planner import auto, calibration, measuring
+from gpt2lab.planner.extension import TrainingPlanner
 from gpt2lab.planner.job import Job
 from gpt2lab.runs import history
 from gpt2lab.training.progress import Interval, RunClock
@@ -112,19 +113,18 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
         offered.append(memory_bytes)
         return {"mini_batch_size": 2}
 
-    monkeypatch.setattr(auto.measuring, "find_batch_size", search)
+    monkeypatch.setattr(measuring, "find_batch_size", search)
     plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
     command = parse([*plain, "--mini_batch_size=auto"])
     start = resolve(command, world_size=1, set_aside=False)
 
-    def choose(wanted: OpenSettings, memory: list[float | None]) -> dict[str, Any]:
-        plan, folder = start.plan, start.run_dir
-        return choose_settings(
-            wanted, start.config, plan, run_dir=folder, train_tokens=1, memory=memory
+    def choose(request: RunRequest, memory: list[float | None]) -> dict[str, Any]:
+        planner, plan, folder = TrainingPlanner(), start.plan, start.run_dir
+        return planner.choose(
+            request, start.config, plan, run_dir=folder, train_tokens=1, memory=memory
         )
 
-    wanted = OpenSettings(None, find_mini_batch=True, fit_schedule=False, typed=frozenset())
-    assert choose(wanted, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
+    assert choose(command, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
     assert offered == [2e9]
     system = start.config.system
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -133,7 +133,7 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
     alone = auto.free_memory(system)
     assert alone is not None
     assert quarter == pytest.approx(alone / 4, rel=0.1)
-    assert choose(dataclasses.replace(wanted, find_mini_batch=False), [None]) == {}
+    assert choose(parse(tiny_flags), [None]) == {}
 
 
 @pytest.mark.slow

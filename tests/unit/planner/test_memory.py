@@ -18,16 +18,19 @@ import launch
 from benchmarks.live_bytes import peak_of_step
 from gpt2lab.config import schema
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig, Optimizer, TuningConfig
+from gpt2lab.config.settings import override
 from gpt2lab.finetuning.packed import PackedGPT
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.lora import add_lora
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.memory import PARTS, PRETRAINING, Memory, StepMemory
+from gpt2lab.planner.memory import PARTS, Memory, StepMemory
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 from gpt2lab.training.train_step import train_step
 from one_process import CPU, Alone, batch_of, shape
 from tiny import MODERN
+
+PRETRAINING = TuningConfig()
 
 
 def tracked_peak(
@@ -57,8 +60,23 @@ def fake_numbers(monkeypatch) -> Iterator[None]:
 def predicted(
     config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer = "adamw", **how: Any
 ) -> Memory:
-    cut = {"micro_batch": B, "accumulation": A, "dtype": dtype, "optimizer": optimizer}
-    return StepMemory(config, **{"tuning": PRETRAINING, **cut, **how}).peak()
+    return step_memory(config, B, A, dtype, optimizer, **how).peak()
+
+
+def step_memory(
+    model: ModelConfig,
+    B: int,
+    A: int,
+    dtype: Any,
+    optimizer: Optimizer = "adamw",
+    tuning: TuningConfig = PRETRAINING,
+    world_size: int = 1,
+    **system: Any,
+) -> StepMemory:
+    config = Config(model, optim=OptimConfig(optimizer=optimizer), tuning=tuning)
+    config = override(config, system)
+    cut: Any = {"micro_batch": B, "accumulation": A, "dtype": dtype}
+    return StepMemory(config, world_size=world_size, **cut)
 
 
 # Each is in a regime of its own: what peaks is the head, the blocks, the embedding, the weights' gradients.
@@ -156,7 +174,7 @@ SLOW_BF16 = pytest.param("bf16", marks=pytest.mark.slow)
 )
 def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dtype):
     found = real_peak(config, B, A, recompute, dtype, "adamw")
-    memory = predicted(config, B, A, dtype, recompute=recompute)
+    memory = predicted(config, B, A, dtype, activation_checkpointing=recompute)
     assert memory.tensors == pytest.approx(found, rel=0.03)
 
 
@@ -167,7 +185,7 @@ def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dt
 def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(optimizer, recompute, dtype):
     config, B, A = dataclasses.replace(REAL[2][0], **MODERN), 4, 2
     found = real_peak(config, B, A, recompute, dtype, optimizer)
-    memory = predicted(config, B, A, dtype, optimizer, recompute=recompute)
+    memory = predicted(config, B, A, dtype, optimizer, activation_checkpointing=recompute)
     assert memory.tensors == pytest.approx(found, rel=0.02)
 
 
@@ -182,15 +200,10 @@ def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_t
     config, B, A = dataclasses.replace(REAL[2][0], **options), 4, 2
     tuning = TuningConfig(instructions="demo", lora_r=lora_r)
     found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
-    memory = predicted(config, B, A, dtype, tuning=tuning, recompute=recompute)
+    memory = predicted(config, B, A, dtype, tuning=tuning, activation_checkpointing=recompute)
     assert memory.tensors == pytest.approx(found, rel=margin)
-    plain = StepMemory(
-        config, micro_batch=B, accumulation=A, dtype=dtype, optimizer="adamw", tuning=PRETRAINING
-    )
-    masked = dataclasses.replace(tuning, lora_r=0)
-    step = StepMemory(
-        config, micro_batch=B, accumulation=A, dtype=dtype, optimizer="adamw", tuning=masked
-    )
+    plain = step_memory(config, B, A, dtype)
+    step = step_memory(config, B, A, dtype, tuning=dataclasses.replace(tuning, lora_r=0))
     T = config.context_length
     assert step.block - plain.block == B * T * T * (4 if dtype == "fp32" else 2)
 
@@ -253,8 +266,8 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
         *(case[name] for name in ("B", "A", "dtype", "optimizer")),
         world_size=2,
         parallel=case["parallel"],
-        param_dtype=case["param_dtype"],
-        recompute=case["recompute"],
+        fsdp_param_dtype=case["param_dtype"],
+        activation_checkpointing=case["recompute"],
     )
     margin = 0.05 if _comes_and_goes(case) else 0.01
     return memory.tensors == pytest.approx(peak, rel=margin)
