@@ -52,10 +52,7 @@ def take_grid(
 
 
 def _words_of(name: str, own: Collection[str]) -> int | None:
-    """Return the largest number of words that a flag of the trainer takes; None: any number, which makes a grid.
-
-    Raises: ConfigError if the trainer has no such flag.
-    """
+    """Return the largest number of words that a flag of the trainer takes; None: any number, which makes a grid."""
     if name in LEAVES:
         return 0 if LEAVES[name][1].type == "bool" else None
     if name in Actions.__dataclass_fields__:

@@ -256,10 +256,7 @@ def _as_path(value: str | Path) -> Path:
 
 
 def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
-    """Reject what is no flag of a verb, or has another type than its flag.
-
-    Raises: ConfigError, with the nearest name of an unknown one.
-    """
+    """Reject what is no flag of a verb, or has another type than its flag."""
     known = {field.name for field in dataclasses.fields(target)}
     for name in sorted(flags.keys() - known):
         hint = fmt.did_you_mean(name, known, f"gpt2lab {verb} --help-all lists them")

@@ -69,10 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare_groups(flags: Compare, folder: Path) -> int:
-    """Compare two groups of runs and print.
-
-    Raises: ConfigError.
-    """
+    """Compare two groups of runs and print."""
     from gpt2lab.lab import compare
 
     if flags.explain:

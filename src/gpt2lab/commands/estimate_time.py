@@ -89,10 +89,7 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
 
 
 def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
-    """Return the forecast of a run to come as JSON and as text, and the exit code.
-
-    Raises: GPT2LabError with its exit code.
-    """
+    """Return the forecast of a run to come as JSON and as text, and the exit code."""
     predictor = Predictor(request, known)
     profile = hardware.find_profile(request.profile, known)
     now = time.time()

@@ -215,10 +215,7 @@ def _check(
     has_shards: bool,
     save: Path | None,
 ) -> None:
-    """Reject what cannot be measured of this target, or not kept anywhere.
-
-    Raises: ConfigError.
-    """
+    """Reject what cannot be measured of this target, or not kept anywhere."""
     from gpt2lab.finetuning.evaluation import require_rouge
     from gpt2lab.runs.target import is_run
 
@@ -303,10 +300,7 @@ def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
 
 
 def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
-    """Write the items to `save`; the losses of single tokens there too, else into the run.
-
-    Raises: SaveError.
-    """
+    """Write the items to `save`; the losses of single tokens there too, else into the run."""
     from gpt2lab.evaluation.results import write_results
     from gpt2lab.lab.token_losses import LOSSES, write_token_losses
     from gpt2lab.runs import evaluations, history

@@ -64,10 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: Export) -> None:
-    """Reject flags that do not go together.
-
-    Raises: ConfigError.
-    """
+    """Reject flags that do not go together."""
     if flags.dtype not in _DTYPES[flags.format]:
         raise ConfigError(
             f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"

@@ -239,8 +239,6 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = Fal
 
     A checkpoint goes with its run, so it counts only where that is not named too. Where nobody is asked (`sure`), a
     name must be in full: the beginning of a name means another run once the first is gone.
-
-    Raises: ConfigError if one is neither, a link, or in use: before anything is asked or done.
     """
     if not names:
         raise ConfigError(_NO_RUN)
@@ -313,10 +311,7 @@ def _describe(folder: Path) -> str:
 
 
 def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: bool) -> int:
-    """Do it to each folder once somebody agreed; return the exit code.
-
-    Raises: ConfigError where nobody can be asked.
-    """
+    """Do it to each folder once somebody agreed; return the exit code."""
     if not sure:
         if not sys.stdin.isatty():
             raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")
@@ -334,10 +329,7 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's lock, so that no start begins there meanwhile.
-
-    Raises: ConfigError if somebody trains there.
-    """
+    """Hold the run's lock, so that no start begins there meanwhile."""
     with open(run_dir / LOCK, "a", opener=regular) as file:
         try:
             lock(file)

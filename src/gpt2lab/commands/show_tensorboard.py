@@ -63,10 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def _running(pid_file: Path) -> dict[str, int] | None:
-    """Return pid and port of the server that holds the lock, None if there is none.
-
-    Raises: ConfigError while another process starts one.
-    """
+    """Return pid and port of the server that holds the lock, None if there is none."""
     try:
         with open(pid_file, opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -81,10 +78,7 @@ def _running(pid_file: Path) -> dict[str, int] | None:
 
 
 def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
-    """Start a server and return pid and port once it answers.
-
-    Raises: ConfigError if the port is taken, the folder cannot be written or TensorBoard ends at once.
-    """
+    """Start a server and return pid and port once it answers."""
     _check_port(port)
     log = folder / ".tensorboard.log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]

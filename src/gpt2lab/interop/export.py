@@ -146,8 +146,6 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
     """Return the largest difference of transformers' logits from the model's, and the largest logit.
 
     One text of random ids as long as the context, so that every position is looked up; fp32 on the CPU.
-
-    Raises: CheckError.
     """
     from transformers import AutoTokenizer, GPT2LMHeadModel
     from transformers.utils import logging

@@ -177,10 +177,7 @@ class _StandIn:
 
 
 def _stand_ins(path: Path) -> list[Any]:
-    """Return what a trusted file may call besides torch's own list: numpy's arrays, and stand-ins for settings.
-
-    Raises: CheckpointError if the file names anything else; OSError.
-    """
+    """Return what a trusted file may call besides torch's own list: numpy's arrays, and stand-ins for settings."""
     found: list[Any] = [*_NUMBER_TYPES]
     if not zipfile.is_zipfile(path):  # torch's format before 1.6 does not list what it calls
         return found

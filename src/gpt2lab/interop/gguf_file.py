@@ -219,8 +219,6 @@ def _check(
 
     Returns: the largest difference of the logits of one text of random ids, as long as the context, and the largest
     logit.
-
-    Raises: CheckError.
     """
     reader = gguf.GGUFReader(path)
     for key, value in metadata.items():

@@ -255,10 +255,7 @@ def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
 
 
 def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
-    """Measure the validation loss of the imported weights, in nats, and the seconds it took.
-
-    Raises: DataError; CheckpointError if the loss is not finite.
-    """
+    """Measure the validation loss of the imported weights, in nats, and the seconds it took."""
     config, began = start.config, time.monotonic()
     validation = open_validation(
         start.data,

@@ -413,10 +413,7 @@ def _measure_file(
 def _confirmed_end_of_text(
     files: list[TokenFile], measured: list[_Measured], assumed: EndOfText, typed: Place | None
 ) -> EndOfText:
-    """Return what separates the documents, by the indices where there are any.
-
-    Raises: DataError if documents differ from each other, or from what the user states.
-    """
+    """Return what separates the documents, by the indices where there are any."""
     marks = [one.marks for one in measured if one.marks is not None]
     if not marks or assumed.id is None:
         return assumed

@@ -179,10 +179,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability in nats, whether greedy decoding writes it) of each continuation.
-
-        Raises: DataError if one has no tokens, or more than the context holds.
-        """
+        """Return (log-probability in nats, whether greedy decoding writes it) of each continuation."""
         for (_, text), _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise DataError(
@@ -193,10 +190,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return list(zip(nats.tolist(), is_greedy.tolist(), strict=True))
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool.
-
-        Raises: NonFiniteError.
-        """
+        """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool."""
         sequences, order = [], []
         for context, numbers in _by_context(pairs):
             sequences.append([np.array(context), *(np.array(pairs[i][1]) for i in numbers)])
@@ -235,10 +229,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return [found[number] for number in range(len(requests))]
 
     def _drawing(self, settings: dict[str, Any]) -> Drawing:
-        """Read the generation_kwargs of a task.
-
-        Raises: ConfigError for one that is not known, or more tokens than the context has room for.
-        """
+        """Read the generation_kwargs of a task."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         until = handle_stop_sequences(given.pop("until", None), eos=self._tokenizer.end_token)
         room, is_drawn = given.pop("max_gen_toks"), given.pop("do_sample")

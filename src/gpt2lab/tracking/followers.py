@@ -226,10 +226,7 @@ def _event(line: bytes) -> Event | None:
 
 @contextlib.contextmanager
 def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
-    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile.
-
-    Raises: InUseError.
-    """
+    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.lock", "w", opener=regular) as lock:
@@ -255,10 +252,7 @@ def _read_sent(file: JsonFile, place: str) -> Sent:
 
 
 def _find_place(log: Path, sent: Sent, record: Path) -> None:
-    """Find the last line sent: damaged lines before it may have been removed since.
-
-    Raises: ConfigError if it is no longer there.
-    """
+    """Find the last line sent: damaged lines before it may have been removed since."""
     if not sent.end:
         return
     with open(log, "rb", opener=regular) as file:

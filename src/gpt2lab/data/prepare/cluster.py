@@ -77,10 +77,7 @@ def run_on_ray(
 
 
 def _reach(address: str) -> None:
-    """Connect once to HOST:PORT: Ray itself would try for minutes.
-
-    Raises: OSError, ValueError.
-    """
+    """Connect once to HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

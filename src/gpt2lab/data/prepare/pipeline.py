@@ -256,10 +256,7 @@ def prepare(
 def _write(
     source: TextSource, folder: Path, request: dict[str, Any], plan: PreparationPlan, run: _Runner
 ) -> tuple[dict[str, Any], int | None]:
-    """Write the data set; return its manifest and how many tokens were cut off instead of held out.
-
-    Raises: DataError.
-    """
+    """Write the data set; return its manifest and how many tokens were cut off instead of held out."""
     with (
         system_errors_as(DataError, folder, what="cannot be written"),
         _staging(folder, request, plan) as partial,
@@ -435,10 +432,7 @@ def _partial(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> Iterator[Path]:
-    """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any.
-
-    Raises: DataError if it belongs to another request, is in use, or cannot be written.
-    """
+    """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any."""
     partial = _partial(target)
     with system_errors_as(DataError, partial, what="cannot be written", fix="choose another --out"):
         partial.mkdir(parents=True, exist_ok=True)

