@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
 from gpt2lab.commands.command_line import TUNING_DEFAULTS
-from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_as_text as describe_tokens
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.commands.preflight import preflight
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.presets import preset

@@ -10,13 +10,16 @@ gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.opening import TOKENIZER
+
+if TYPE_CHECKING:
+    from gpt2lab.lab.step_tokens import StepTokens
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,11 @@ class Show:
 
     def execute(self) -> int:
         """Print the tokens."""
-        from gpt2lab.commands import data_show
         from gpt2lab.runs.target import find_run
 
         run_dir = find_run(self.run, self.checkpoint_dir)
-        tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
-        print(data_show.tokens_as_text(run_dir, tokens, as_text=self.text))
+        tokens = tokens_of_step(run_dir, self.step, self.data_dir)
+        print(tokens_as_text(run_dir, tokens, as_text=self.text))
         return 0
 
 
@@ -170,8 +172,34 @@ def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: Verify | Stats | Show | Import | Merge = parse_flags(VERBS, argv, others=within("data"))
-    return verb.execute()
+    return int(parse_flags(VERBS, argv, others=within("data")).execute())
+
+
+def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> "StepTokens":
+    """Return what update number `step` of a run trained on; see `lab.step_tokens`."""
+    from gpt2lab.commands.train import recipe_of
+    from gpt2lab.lab import step_tokens
+
+    return step_tokens.tokens_of_step(run_dir, step, recipe_of(run_dir), data_dir)
+
+
+def tokens_as_text(run_dir: Path, tokens: "StepTokens", *, as_text: bool) -> str:
+    """Print the windows in sample order, as ids or as text, each with its place."""
+    tokenizer = tokens.tokenizer
+    if as_text and tokenizer is None:
+        raise ConfigError(
+            f"--text: the tokenizer of {run_dir.name}'s data is not known; leave it out"
+        )
+    count, width = tokens.windows.shape
+    lines = [
+        f"step {tokens.step} of {paths.display_path(run_dir)}: epoch {tokens.epoch}, {count} windows "
+        f"of {width - 1} + 1 tokens, batch_hash {tokens.hash} as logged"
+    ]
+    for row, place in enumerate(tokens.places):
+        lines.append(f"--- sample {tokens.first_sample + row}: {place}")
+        ids = tokens.windows[row].tolist()
+        lines.append(tokenizer.decode(ids) if as_text and tokenizer else " ".join(map(str, ids)))
+    return "\n".join(lines)
 
 
 def _size(folder: Path, manifest: dict[str, Any]) -> str:

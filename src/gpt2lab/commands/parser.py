@@ -22,9 +22,7 @@ from gpt2lab.errors import ConfigError
 _TRUE_FALSE = {"true", "false", "yes", "no", "on", "off"}
 # The trainer's lengths, as the programs call them that only predict or time steps.
 _LENGTHS = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"}
-Unknown = Callable[
-    [str, Collection[str]], str
-]  # (a flag, the known ones) -> what may have been meant
+Unknown = Callable[[str, Collection[str]], str]  # (a flag, the known ones) -> what may be meant
 Elsewhere = Callable[[str, str], str | None]  # (a flag, its value in another program) -> ours
 T = TypeVar("T")
 
@@ -42,15 +40,18 @@ def parse_flags(
     """Fill the dataclass `target`, or that one of several which the first word names, from a command line.
 
     `about` stands at the top of the help; default the docstring of the target's module. `name`: how the command is
-    called; default as in the first example there. `common`: the flags of the
-    short help, default all. Words from the first flag on that `target` does not know are appended to `passed_on`, where
-    that is given. `others`: what verbs do that are not in `target`, for the help.
+    called, one of several in that docstring; default as in the first example there. `common`: the flags of the short
+    help, default all. Words from the first flag on that `target` does not know are appended to `passed_on`, where that
+    is given. `others`: what verbs do that are not in `target`, for the help.
 
     Raises: ConfigError with all mistakes in one line; SystemExit(0) after printing help.
     """
     verbs = target if isinstance(target, Mapping) else {}
     some = next(iter(verbs.values())) if isinstance(target, Mapping) else target
-    about = about or sys.modules[some.__module__].__doc__ or ""
+    if about is None:
+        about = sys.modules[some.__module__].__doc__ or ""
+        if name and not verbs:
+            about = help_page.about_verb(some, about, name)
     name, how = name or help_page.name_in(about), help_page.asked(argv)
     words = argv
     if isinstance(target, Mapping):

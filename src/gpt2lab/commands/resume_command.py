@@ -3,8 +3,6 @@
 gpt2lab runs resume-command latest
 gpt2lab runs resume-command latest --output slurm --nodes 2 --gpus 8
 gpt2lab runs resume-command latest --max_steps 40000 --allow_change max_steps
-
-Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and examples/skypilot.yaml are files to fill in.
 """
 
 import re
@@ -22,7 +20,6 @@ from gpt2lab.runs.console import say
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
-NAME = "gpt2lab runs resume-command"
 Output = Literal["command", "script", "slurm"]
 _CPUS_OF_A_GPU = 4  # cores for each process that trains on a GPU
 _PORT = 29400  # of torchrun's rendezvous
@@ -55,7 +52,11 @@ class Continuation:
 
 @dataclass(frozen=True)
 class ResumeCommand:
-    """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
+    """Print the command that continues a run or a checkpoint, after checking that it will.
+
+    Flags of the trainer are passed on. Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and
+    examples/skypilot.yaml are files to fill in.
+    """
 
     target: str = argument(f"{RUN}, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before", least=1)
@@ -72,7 +73,9 @@ class ResumeCommand:
 def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
-    flags = parse_flags(ResumeCommand, argv, name=NAME, passed_on=trainer_flags)
+    flags = parse_flags(
+        ResumeCommand, argv, name="gpt2lab runs resume-command", passed_on=trainer_flags
+    )
     if flags.num_gpus is not None and flags.gpus is not None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output != "slurm":

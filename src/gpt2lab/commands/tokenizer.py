@@ -147,8 +147,7 @@ VERBS = {"train": Train, "show": Show}
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Train | Show = parse_flags(VERBS, argv, name="gpt2lab data tokenizer")
-    return verb.execute()
+    return int(parse_flags(VERBS, argv, name="gpt2lab data tokenizer").execute())
 
 
 def _write(tokenizer: Tokenizer, out: Path) -> None:

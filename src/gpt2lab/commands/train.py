@@ -30,17 +30,18 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 
     arguments = parse(argv, recipe_name)
     actions, request = arguments.actions, arguments.request
+    place = request.config.checkpoint
     if actions.list_checkpoints:
-        place = request.config.checkpoint
         return list_checkpoints(
             place.run_name, place.checkpoint_dir, as_json=actions.json, verify=actions.verify
         )
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
         return _save_config(request, recipe, actions.save_config)
-    from gpt2lab.mirror.extension import check_url
+    if place.checkpoint_mirror is not None:  # rejected before anything is asked of it
+        from gpt2lab.mirror.storage import connect
 
-    check_url(request)
+        connect(place.checkpoint_mirror, place.run_name or "new")
     planner = planner_of(actions)
     ranks = count_ranks(actions.gpus, device=request.config.system.device)
     if actions.dry_run:

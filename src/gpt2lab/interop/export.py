@@ -30,7 +30,6 @@ from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
-SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
 # Copied into the folder of a model that transformers does not know: the code that trust_remote_code runs.
 OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
@@ -42,9 +41,11 @@ def export(
     out: Path,
     dtype: Dtype,
     push_to_hub: str | None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the weights of `target` to the new folder `out`; it appears complete and checked, or not at all.
+
+    `shard_bytes`: the largest size of a file of weights.
 
     Returns: the numbers, as --json prints them, and warnings.
 

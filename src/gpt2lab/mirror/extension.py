@@ -19,7 +19,6 @@ from gpt2lab.mirror.resume import (
     open_uploader,
     wait_limit,
 )
-from gpt2lab.mirror.storage import connect
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.start import Start
@@ -113,13 +112,3 @@ class CheckpointMirror(Extension):
             self._run.folder.add_to_status(mirror=report.to_dict())
         except OSError as error:
             self._run.logger.warn(f"status.json: {error.strerror}", step)
-
-
-def check_url(request: RunRequest) -> None:
-    """Reject a mirror that cannot be used, before anything is asked of it.
-
-    Raises: ConfigError.
-    """
-    asked = request.config.checkpoint
-    if asked.checkpoint_mirror is not None:
-        connect(asked.checkpoint_mirror, asked.run_name or "new")

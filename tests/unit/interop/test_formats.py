@@ -18,7 +18,7 @@ import pytest
 import launch
 import token_files
 from corpora import snapshot
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import open_data, read_document_ends
 from gpt2lab.data.verify import measure, verify
