@@ -160,6 +160,7 @@ def evaluate(
         require_tasks(tasks)
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.evaluation.request import load_subject
+    from gpt2lab.evaluation.validation import NUMBERS
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(find)
@@ -172,7 +173,14 @@ def evaluate(
     has_shards = request.val is not None or (conversations is None and not has_others)
     _check(request, target, conversations, eval_generate, has_shards, save)
     subject = load_subject(request, target, settings, runtime)
-    found = _begin(subject)
+    numbers = {
+        "target": str(subject.target.folder),
+        "step": subject.step,
+        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
+        "dtype": subject.dtype,
+        "device": subject.runtime.device.type,
+    }
+    found = _Findings(numbers, warnings=[*subject.target.warnings])
     if has_shards or conversations is not None:
         _add_loss(found, subject, conversations)
     if eval_generate and conversations is not None:
@@ -239,20 +247,6 @@ def _check(
         raise ConfigError(
             f"{request.target} belongs to no run; say where to keep the losses with --save DIR"
         )
-
-
-def _begin(subject: Subject) -> _Findings:
-    """Return the numbers with null for what is not measured."""
-    from gpt2lab.evaluation.validation import NUMBERS
-
-    numbers = {
-        "target": str(subject.target.folder),
-        "step": subject.step,
-        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
-        "dtype": subject.dtype,
-        "device": subject.runtime.device.type,
-    }
-    return _Findings(numbers, warnings=[*subject.target.warnings])
 
 
 def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) -> None:

@@ -127,10 +127,7 @@ def _write_tokenizer(
         kind = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
     else:
         (folder / TOKENIZER_FILE).write_bytes(tokenizer.tokenizer_json())
-        kind = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-        }
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     settings = {**special, **kind, "model_max_length": context_length}
     if was_tuned(target):
         settings["chat_template"] = chat_template.jinja(end)
@@ -180,7 +177,10 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
             f"whose largest is {largest:.2f}"
         )
     if tokenizer is not None:
-        text = _text_for(tokenizer)
+        # Characters know no others than their own.
+        text = (
+            "".join(tokenizer.characters) if isinstance(tokenizer, CharactersTokenizer) else _TEXT
+        )
         # A tokenizer does not need the folder's code. Without trust_remote_code=False transformers asks on stdout.
         loaded = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -191,13 +191,6 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
         if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
             raise CheckError("export discarded: transformers' tokenizer gives other text")
     return difference, largest
-
-
-def _text_for(tokenizer: Tokenizer) -> str:
-    """Return a text to compare tokenizers with: of the tokenizer's own characters if it knows no others."""
-    if isinstance(tokenizer, CharactersTokenizer):
-        return "".join(tokenizer.characters)
-    return _TEXT
 
 
 def _check_login() -> None:

@@ -81,7 +81,12 @@ def import_folder(
     names, not_taken = _choose(folder, wanted)
     splits = [split for split in SPLITS for _ in names[split]]
     files = [_read(folder / name, wanted) for split in SPLITS for name in names[split]]
-    layout = _common_layout(files)
+    for file in files:
+        if file.layout != files[0].layout:
+            raise DataError(
+                f"{file.path}: {file.layout}, but {files[0].path.name} is {files[0].layout}; "
+                f"select the files of one format with --train_files and --val_files"
+            )
     tokenizer = _tokenizer_of(folder, files, wanted)
     assumed = _assumed_end_of_text(files, tokenizer, wanted)
     measured = _measure(files, assumed.id, tokenizer)
@@ -98,9 +103,9 @@ def import_folder(
         "documents": sum(entry["documents"] for entry in entries),
         "files": entries,
     }
-    if layout != "npy":
-        manifest |= {"layout": layout, "not_taken": not_taken}
-    elif not_taken:
+    if files[0].layout != "npy":
+        manifest["layout"] = files[0].layout
+    if not_taken or "layout" in manifest:
         manifest["not_taken"] = not_taken
     if end_of_text != end_of_text_of(manifest):
         manifest["end_of_text"] = {"id": end_of_text.id, "place": end_of_text.place}
@@ -260,16 +265,6 @@ def _read(path: Path, wanted: ImportOptions) -> TokenFile:
     return found
 
 
-def _common_layout(files: list[TokenFile]) -> Layout:
-    for file in files:
-        if file.layout != files[0].layout:
-            raise DataError(
-                f"{file.path}: {file.layout}, but {files[0].path.name} is {files[0].layout}; "
-                f"select the files of one format with --train_files and --val_files"
-            )
-    return files[0].layout
-
-
 def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -> Tokenizer | None:
     """Return the tokenizer that the user gave or the files record; None for an unknown one."""
     typed = wanted.tokenizer
@@ -366,13 +361,8 @@ def _measure(
     files: list[TokenFile], end_of_text: int | None, tokenizer: Tokenizer | None
 ) -> list[_Measured]:
     """Read every byte once; hashing releases Python's lock, so threads use all cores."""
-
-    def measure(file: TokenFile) -> _Measured:
-        with system_errors_as(DataError, file.path, what="cannot be read"):
-            return _measure_file(file, end_of_text, tokenizer)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(measure, files)
+        results = pool.map(lambda file: _measure_file(file, end_of_text, tokenizer), files)
         return list(tqdm(results, total=len(files), unit="file", leave=False, disable=None))
 
 
@@ -381,19 +371,20 @@ def _measure_file(
 ) -> _Measured:
     dtype, bound = DTYPES[file.dtype]
     marks, index_hash = None, None
-    if file.index is not None:
-        assert file.layout in ("datatrove", "megatron")  # no others have one
-        index_hash = sha256_of(file.index)
-        ends = read_document_ends(file.layout, file.index)
-        marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
-    facts = measure_shard(
-        file.path,
-        offset=file.offset,
-        dtype=dtype,
-        end_of_text=end_of_text,
-        tokenizer=tokenizer,
-        watch=marks.watch if marks else lambda ids: None,
-    )
+    with system_errors_as(DataError, file.path, what="cannot be read"):
+        if file.index is not None:
+            assert file.layout in ("datatrove", "megatron")  # no others have one
+            index_hash = sha256_of(file.index)
+            ends = read_document_ends(file.layout, file.index)
+            marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
+        facts = measure_shard(
+            file.path,
+            offset=file.offset,
+            dtype=dtype,
+            end_of_text=end_of_text,
+            tokenizer=tokenizer,
+            watch=marks.watch if marks else lambda ids: None,
+        )
     if facts["bytes"] != file.offset + file.tokens * np.dtype(dtype).itemsize:
         raise DataError(
             f"{file.path}: changed while it was read; repeat the import when it is complete"
