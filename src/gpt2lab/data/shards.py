@@ -5,6 +5,7 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
@@ -159,20 +160,22 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
                 prepare = "token files of another program? gpt2lab data import reads them in place"
             raise no_shards(folder, f"no {split} shards (NAME_{split}_000000.npy)", prepare)
     tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
-    limit = _IdLimit(vocab_size, tokenizer)
+    rows = 2**32 if vocab_size is None else vocab_size
+    size = rows if tokenizer is None else tokenizer.size
+    check_ids = functools.partial(_check_ids, limit=min(rows, size), size=size)
     if manifest is None:
         splits = {
             split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS
         }
         facts = {s: [(d.path.name, d.tokens, d.dtype) for d in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
-        return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
+        return TokenData(
+            folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, check_ids))
+        )
     listed = {file["name"]: file for file in files}
     place = shards_folder(folder, manifest)
     splits = {
-        split: tuple(
-            _compare(open_listed(place, listed[n]), listed[n], limit) for n in names[split]
-        )
+        split: tuple(_compare(place, listed[name], check_ids) for name in names[split])
         for split in SPLITS
     }
     if strays := find_strays(folder, manifest):
@@ -432,33 +435,26 @@ def names_on_disk(folder: Path, split: str) -> list[str]:
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
 
 
-@dataclass(frozen=True)
-class _IdLimit:
-    """Ids must be below the rows of the model and the size of the tokenizer."""
-
-    vocab_size: int | None  # None: any
-    tokenizer: Tokenizer | None
-
-    def check(self, path: Path, largest: int) -> None:
-        rows = 2**32 if self.vocab_size is None else self.vocab_size
-        size = rows if self.tokenizer is None else self.tokenizer.size
-        limit = min(rows, size)
-        if largest >= limit:
-            raise DataError(
-                f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
-                f"another tokenizer?"
-            )
+def _check_ids(path: Path, largest: int, *, limit: int, size: int) -> None:
+    if largest >= limit:
+        raise DataError(
+            f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
+            f"another tokenizer?"
+        )
 
 
-def _compare(shard: Shard, listed: dict[str, Any], limit: _IdLimit) -> Shard:
-    """Compare a shard with its entry in the manifest; return it with its recorded hash."""
+def _compare(folder: Path, listed: dict[str, Any], check_ids: Callable[[Path, int], None]) -> Shard:
+    """Open a shard, compare it with its entry in the manifest, and return it with its recorded hash."""
+    shard = open_listed(folder, listed)
     if shard.tokens != listed["tokens"]:
         raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")
-    limit.check(shard.path, listed["max_id"])
+    check_ids(shard.path, listed["max_id"])
     return replace(shard, sha256=listed["sha256"])
 
 
-def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, ...]:
+def _scan(
+    splits: dict[str, tuple[Shard, ...]], check_ids: Callable[[Path, int], None]
+) -> tuple[str, ...]:
     """Check the ids of a set without manifest now, if it is small enough to read in full."""
     shards = [shard for split in SPLITS for shard in splits[split]]
     total = sum(shard.id_bytes * shard.tokens for shard in shards)
@@ -467,5 +463,5 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, .
             f"no {MANIFEST}: ids of {total / 1e9:.1f} GB are checked batch by batch during training",
         )
     for shard in shards:
-        limit.check(shard.path, int(shard.map_ids().max(initial=0)))
+        check_ids(shard.path, int(shard.map_ids().max(initial=0)))
     return ()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import FolderLostError
 from gpt2lab.mirror.resume import (
     MirroredRun,
     catch_up_after_end,
     check_mirror,
-    fetch_before_start,
+    fetch_newer,
     fetch_on_this_machine,
     find_mirrored,
     may_use,
@@ -49,7 +51,9 @@ class CheckpointMirror(Extension):
             said = "used if typed: the checkpoint names it, and nobody did on this machine"
             self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(run.url)} is only {said}"]
             return
-        self._warnings = fetch_before_start(run, request)
+        if request.resume in ("latest", "auto"):
+            newest, _ = catalog.newest_valid(run.run_dir, set_aside=True)
+            self._warnings = fetch_newer(run.url, run.run_dir, newest)
         if (warning := check_mirror(run, request)) is not None:
             self._warnings.append(warning)
 
@@ -109,6 +113,6 @@ class CheckpointMirror(Extension):
         for warning in warnings:
             self._run.logger.warn(warning, step)
         try:
-            self._run.folder.add_to_status(mirror=report.to_dict())
+            self._run.folder.add_to_status(mirror=asdict(report))
         except OSError as error:
             self._run.logger.warn(f"status.json: {error.strerror}", step)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpt2lab import fmt, paths
@@ -20,7 +20,7 @@ from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import read_regular, replace_durably
-from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, run_id
+from gpt2lab.mirror.storage import Copy, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
@@ -82,21 +82,8 @@ def find_mirrored(request: RunRequest) -> MirroredRun | None:
     return None if url is None else MirroredRun(url, run_dir)
 
 
-def fetch_before_start(run: MirroredRun, request: RunRequest) -> list[str]:
-    """Fetch the mirror's newest checkpoint where --resume asks for the newest one; return warnings.
-
-    Raises: ConfigError if the mirror is another run's; CheckpointError, see `fetch_newer`.
-    """
-    if request.resume not in ("latest", "auto"):
-        return []
-    newest, _ = catalog.newest_valid(run.run_dir, set_aside=True)
-    return fetch_newer(run.url, run.run_dir, newest)[1]
-
-
-def fetch_newer(
-    url: str, run_dir: Path, newest: CheckpointInfo | None
-) -> tuple[CheckpointInfo | None, list[str]]:
-    """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return the newest, and warnings.
+def fetch_newer(url: str, run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
+    """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return warnings.
 
     Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
     the mirror cannot say or give one: whether the run has begun would be a guess.
@@ -117,7 +104,12 @@ def fetch_newer(
             if is_older or _is_left_behind(copy, events):
                 continue
             try:
-                return _fetch(mirror, copy, run_dir), warnings
+                size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
+                print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
+                # Locked, and swept of what a killed download left.
+                with contextlib.closing(RunFolder(run_dir)):
+                    mirror.fetch(copy, run_dir)
+                return warnings
             except (CheckpointError, FileNotFoundError) as error:
                 warnings.append(f"copy in the mirror skipped: {copy.name}: {first_line(error)}")
     except ConfigError:
@@ -130,10 +122,10 @@ def fetch_newer(
             raise CheckpointError(
                 f"{said}, and {run_dir} has no checkpoint; try again, or start without --resume"
             ) from error
-        return newest, [f"{said}; the run continues from its own step {newest.step}"]
+        return [f"{said}; the run continues from its own step {newest.step}"]
     if newest is None and warnings:
         raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
-    return newest, warnings
+    return warnings
 
 
 def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
@@ -147,13 +139,6 @@ def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
             is_same_start = event["event"] == "rewind" and event["attempt"] == attempt
             is_behind |= is_same_start or event["attempt"] > attempt
     return is_behind
-
-
-def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
-    size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
-    print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
-    with contextlib.closing(RunFolder(run_dir)):  # locked, and swept of what a killed download left
-        return catalog.open_checkpoint(mirror.fetch(copy, run_dir))
 
 
 def fetch_on_this_machine(start: Start) -> None:
@@ -218,8 +203,8 @@ def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
             status = history.read_json(path)
             if report is None or status is None:
                 return
-            if status.get("mirror") != report.to_dict():
-                status["mirror"] = report.to_dict()
+            if status.get("mirror") != asdict(report):
+                status["mirror"] = asdict(report)
                 replace_durably(path, json.dumps(status, indent=1) + "\n")
             print(describe_mirror(status))
     except (OSError, GPT2LabError) as error:

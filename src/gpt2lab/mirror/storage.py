@@ -56,12 +56,8 @@ from gpt2lab.files import (
 from gpt2lab.runs.events import METRICS
 
 FORMAT = "gpt2lab-mirror/1"
-_OWNER, _OF_RUN, _METRICS, _FORECAST = (
-    "mirror.json",
-    "of_run.json",
-    "metrics.jsonl.gz",
-    "estimate.json",
-)
+_OWNER, _OF_RUN = "mirror.json", "of_run.json"
+_METRICS, _FORECAST = "metrics.jsonl.gz", "estimate.json"
 _COPY = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 _BLOCK = 4 * 1024 * 1024
 _MOST_LOG = 1 << 36  # bytes of a log, 200 times a run of a million steps
@@ -170,8 +166,6 @@ class Mirror:
             raise answers[0]
         return answers[0]
 
-    # -- what is there -------------------------------------------------------------------------------------------
-
     def list_copies(self) -> tuple[list[Copy], list[str]]:
         """Return the complete copies, newest first, and a line for each one that cannot be used."""
         copies, problems = [], []
@@ -251,8 +245,6 @@ class Mirror:
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
                 f"with --resume latest, or choose another --run_name"
             )
-
-    # -- writing -------------------------------------------------------------------------------------------------
 
     def upload(self, folder: Path, manifest: dict[str, Any], tick: Tick = lambda: None) -> None:
         """Copy one checkpoint and what belongs to it; every byte read must have its manifest's hash.
@@ -424,8 +416,6 @@ class Mirror:
             with contextlib.suppress(OSError):
                 self.fs.rmdir(place)
         return True
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def fetch(self, copy: Copy, run_dir: Path) -> Path:
         """Bring a copy into the run's folder, every byte verified, and return the checkpoint; call with it locked.

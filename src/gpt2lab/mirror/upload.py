@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
@@ -31,10 +30,6 @@ class MirrorReport:
     step: int | None  # of the newest complete copy
     newest: int | None  # of the newest checkpoint of the run
     error: str | None  # of the last try; None if it worked
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return dict(self.__dict__)
 
 
 class Uploader:
@@ -67,8 +62,6 @@ class Uploader:
         thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread: threading.Thread | None = thread
         thread.start()
-
-    # -- the trainer's side --------------------------------------------------------------------------------------
 
     def notify_saved(self) -> None:
         """Say that a checkpoint was committed; returns at once."""
@@ -115,8 +108,6 @@ class Uploader:
 
     def _seconds_without_progress(self) -> float:
         return time.monotonic() - self._moved
-
-    # -- the thread's side ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:

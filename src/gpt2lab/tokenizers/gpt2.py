@@ -24,11 +24,9 @@ UNKNOWN = "unknown"  # the tokenizer of another program's shards whose ids are n
 END_OF_TEXT = 50256
 NUM_TOKENS = 50257  # real ids are 0 .. 50256; the model's rows above are padding
 
-# The hashes that tiktoken itself pins for this vocabulary (tiktoken_ext/openai_public.py).
+# The hashes that tiktoken itself pins for the two files of this vocabulary (tiktoken_ext/openai_public.py).
 _VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-VOCABULARY_HASH = (
-    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # encoder.json's
-)
+VOCABULARY_HASH = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
 
 @functools.cache

@@ -24,9 +24,7 @@ class Tokenizer(ABC):
     end_of_text: int  # the id before each document and after each answer
     end_token: str  # that id as text
     files: dict[str, bytes]  # what it is made of; empty if it is built in
-    cuts: re.Pattern[str] | None = (
-        None  # a text may be cut where this matches: its ids stay the same
-    )
+    cuts: re.Pattern[str] | None = None  # a text may be cut where this matches: its ids stay
     bytes_per_token: int = 4  # of English text, roughly
 
     @abstractmethod

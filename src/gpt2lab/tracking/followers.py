@@ -35,7 +35,7 @@ from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
-from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
+from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, without_secrets
 
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
@@ -163,7 +163,7 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
         before = sent.rows
         if ended.is_set() and next(_unsent(log, sent.end), None) is None:
             return 0
-        tracker.init(TrackedRun(run_dir, sent.id, settings))
+        tracker.init(run_dir, sent.id, settings)
         while True:
             is_last = ended.is_set()  # before reading: then nothing is written after what is read
             lines = _unsent(log, sent.end)

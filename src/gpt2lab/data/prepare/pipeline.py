@@ -64,20 +64,6 @@ class Sizes:
     max_tokens: int | None = None
     group_bytes: int = GROUP_BYTES
 
-    def check(self) -> None:
-        """Check that the sizes can work.
-
-        Raises: DataError with all problems in one message.
-        """
-        least = {"shard_tokens": 2, "val_tokens": 2, "max_tokens": LEAST_TOKENS, "group_bytes": 1}
-        problems = [
-            f"{name} {value} must be at least {least[name]}"
-            for name, value in vars(self).items()
-            if value is not None and value < least[name]
-        ]
-        if problems:
-            raise DataError("; ".join(problems))
-
 
 @dataclass(frozen=True)
 class Result:
@@ -221,7 +207,6 @@ def prepare(
 
     Raises: DataError if the folder holds something else, a record cannot be read, or there is too little text.
     """
-    sizes.check()
     folder = folder.resolve()  # a link decides on which disk the shards are written
     request = {
         "listing": source.identity,
@@ -297,7 +282,9 @@ class _Runner:
         self.new_tokens = 0
         self._expected, self._ray_address = plan.expected, ray_address
         # On a cluster groups run side by side, so that one process each is enough.
-        self._num_workers = num_workers or (_default_workers(plan) if ray_address is None else 1)
+        is_little = plan.expected * plan.tasks[0].tokenizer.bytes_per_token < _WORTH_WORKERS
+        default = 1 if is_little or ray_address is not None else processor.cores()
+        self._num_workers = num_workers or default
 
     def __call__(self, tasks: Sequence[Task], folder: Path) -> list[Finished]:
         """Run the tasks below `folder`; those that are finished are only read."""
@@ -367,13 +354,6 @@ def _run_by(rule: SplitRule, plan: PreparationPlan, run: _Runner, folder: Path) 
 
 def _record(name: str, rule: SplitRule) -> dict[str, Any]:
     return {"held_out": name, "threshold": rule.threshold, "tokens_of_a_document": rule.cap}
-
-
-def _default_workers(plan: PreparationPlan) -> int:
-    text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
-    if text_bytes < _WORTH_WORKERS:
-        return 1
-    return processor.cores()
 
 
 def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
