@@ -8,7 +8,7 @@ gpt2lab data merge data/full data/part1 data/part2
 gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -130,17 +130,7 @@ class Import:
 
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
-        wanted = ImportOptions(
-            layout=self.format,
-            dtype=self.dtype,
-            offset=self.offset,
-            tokenizer=self.tokenizer,
-            end_token=self.end_token,
-            end_of_text=self.end_of_text,
-            end_of_text_id=self.end_of_text_id,
-            train_files=self.train_files,
-            val_files=self.val_files,
-        )
+        wanted = ImportOptions(**{f.name: getattr(self, f.name) for f in fields(ImportOptions)})
         manifest = import_folder(folder, wanted, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0

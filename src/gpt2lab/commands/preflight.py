@@ -78,7 +78,9 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         start = check_attention(start, model, runtime)
         components = build(start, runtime, model, recipe)
         began = time.monotonic()
-        batch = runtime.on_all_ranks(lambda: _first_batch(components))
+        loader = components.batches.loader
+        batch = runtime.on_all_ranks(lambda: loader.fetch(components.state.samples))
+        runtime.on_all_ranks(loader.reader.wait_until_verified)
         read_seconds = time.monotonic() - began
     except GPT2LabError as error:
         return [*checks, _rejected(error)]
@@ -162,13 +164,6 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     if flag := fitting_flag(need):
         fix = f"{flag} fits"
     return Check("memory", "failed", f"{detail}; {fix}", numbers)
-
-
-def _first_batch(components: Components) -> GlobalBatch:
-    """Read the batch that the run would begin with, and check the shards it came from."""
-    batch = components.batches.loader.fetch(components.state.samples)
-    components.batches.loader.reader.wait_until_verified()
-    return batch
 
 
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:

@@ -7,7 +7,7 @@ gpt2lab sample hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,16 +50,20 @@ _COMMON = (  # flags of the short help
 def main(argv: list[str]) -> int:
     """Load the model and continue the prompts."""
     flags = parse_flags(Sample, argv, common=_COMMON)
-    if not any(_ways(flags)) and sys.stdin.isatty():
-        flags = replace(flags, interactive=True)
-    _check(flags)
+    ways = [flags.prompt is not None, flags.interactive, flags.batch is not None]
+    if not any(ways) and not sys.stdin.isatty():
+        raise ConfigError("nothing to continue: give --prompt TEXT, --interactive or --batch FILE")
+    if sum(ways) > 1:
+        raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
+    if (flags.batch is None) != (flags.out is None):
+        raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
     completer = load(flags, flags.style)
     if flags.batch is not None:
         from gpt2lab.evaluation.completion import complete_file
 
         source, out = map(paths.from_working_directory, (flags.batch, flags.out))
         complete_file(completer, source, out, num_samples=flags.num_samples)
-    elif flags.interactive:
+    elif flags.prompt is None:
         _converse(completer, flags.num_samples)
     else:
         ids = completer.encode(flags.prompt)
@@ -70,19 +74,6 @@ def main(argv: list[str]) -> int:
                 print(f"{flags.prompt}{found.text}\n---", flush=True)
     say(completer.describe_speed())
     return 0
-
-
-def _ways(flags: Sample) -> list[bool]:
-    return [flags.prompt is not None, flags.interactive, flags.batch is not None]
-
-
-def _check(flags: Sample) -> None:
-    if not any(_ways(flags)):
-        raise ConfigError("nothing to continue: give --prompt TEXT, --interactive or --batch FILE")
-    if sum(_ways(flags)) > 1:
-        raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
-    if (flags.batch is None) != (flags.out is None):
-        raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
 
 
 def load(flags: Any, style: SamplingParams) -> "Completer":

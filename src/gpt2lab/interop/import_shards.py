@@ -54,7 +54,7 @@ _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 class ImportOptions:
     """Facts that the user states about files that do not record them; None: the format's default."""
 
-    layout: Layout | None = None
+    format: Layout | None = None
     dtype: str | None = None  # a key of formats.DTYPES
     offset: int = 0  # bytes before the first id of a raw file
     tokenizer: str | None = None
@@ -191,7 +191,7 @@ def _by_patterns(
     """Select by --train_files and --val_files; the shell may have expanded them to paths."""
     # With --format token files may have any name.
     candidates = (
-        [n for n in present if not n.endswith(_COMPANIONS)] if wanted.layout else token_files
+        [n for n in present if not n.endswith(_COMPANIONS)] if wanted.format else token_files
     )
 
     def matching(patterns: Sequence[str], flag: str) -> list[str]:
@@ -243,7 +243,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _read(path: Path, wanted: ImportOptions) -> TokenFile:
     """Return the facts of a file, by its own format."""
     try:
-        layout = wanted.layout or ("raw" if wanted.offset else formats.recognise(path))
+        layout = wanted.format or ("raw" if wanted.offset else formats.recognise(path))
         if wanted.offset and layout != "raw":
             raise ConfigError(f"--offset is for raw files; {layout} files record it themselves")
         if layout == "raw":

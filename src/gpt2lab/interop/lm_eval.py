@@ -25,11 +25,7 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from lm_eval.utils import (
-    get_rolling_token_windows,
-    make_disjoint_window,
-    simple_parse_args_string,
-)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
 from gpt2lab import paths
 from gpt2lab.config.schema import SystemConfig

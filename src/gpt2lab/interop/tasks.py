@@ -67,11 +67,8 @@ def require_tasks(request: TaskRequest) -> None:
 
     Raises: ConfigError if it is not installed, there are no tasks in the folder, or no file has a name of the request.
     """
-    spec, wanted, tasks_path = (
-        importlib.util.find_spec("lm_eval"),
-        request.wanted,
-        request.tasks_path,
-    )
+    spec, wanted = importlib.util.find_spec("lm_eval"), request.wanted
+    tasks_path = request.tasks_path
     if spec is None:
         raise ConfigError(
             "--tasks needs EleutherAI's lm-eval, which is not installed: pip install 'gpt2lab[lm-eval]'"
@@ -101,12 +98,7 @@ def require_tasks(request: TaskRequest) -> None:
 
 
 def measure_tasks(
-    request: TaskRequest,
-    target: Target,
-    model: GPT,
-    *,
-    strategy: Strategy,
-    runtime: Runtime,
+    request: TaskRequest, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime
 ) -> TaskResults | None:
     """Return what the tasks of lm-eval measure; None on other ranks than 0.
 
@@ -137,9 +129,7 @@ def measure_tasks(
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
-    if runtime.rank:
-        return None
-    return _read(found)
+    return None if runtime.rank else _read(found)
 
 
 def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
@@ -186,8 +176,7 @@ def _read(found: dict[str, Any]) -> TaskResults:
     items: dict[str, Results] = {}
     sizes, shots = found["n-samples"], found["n-shot"]
     for task, values in found["results"].items():
-        size = sizes.get(task)
-        shot = shots.get(task)
+        size, shot = sizes.get(task), shots.get(task)
         n = size["effective"] if size else None
         name = task + (f"-{shot}shot" if shot else "")
         if size and n < size["original"]:
@@ -225,9 +214,8 @@ def _items(name: str, samples: list[dict[str, Any]], metrics: dict[str, Any]) ->
     digest = hashlib.sha256()
     per_unit: dict[str, dict[int, Any]] = {}
     for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
-        digest.update(
-            f"{sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}\n".encode()
-        )
+        hashes = (sample[f"{part}_hash"] for part in ("doc", "prompt", "target"))
+        digest.update(f"{' '.join(hashes)}\n".encode())
         for metric in sample["metrics"]:
             key = _metric_name(metric, sample["filter"])
             per_unit.setdefault(key, {})[sample["doc_id"]] = sample[metric]

@@ -266,7 +266,7 @@ WANTED: dict[str, tuple[str, dict[str, Any]]] = {
     "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}),
     "another width than the header's": ("llm.c", {"dtype": "uint32"}),
     "another width than the metadata's": ("datatrove", {"dtype": "uint32"}),
-    "an offset where a header is": ("llm.c", {"layout": "llm.c", "offset": 8}),
+    "an offset where a header is": ("llm.c", {"format": "llm.c", "offset": 8}),
     "an offset within an id": ("nanoGPT", {"offset": 3}),
     "an offset beyond the end": ("nanoGPT", {"offset": 10**9}),
     "files that are not there": ("llm.c", {"val_files": ("x*",)}),
