@@ -167,7 +167,11 @@ def write(continuation: Continuation, *, output: Output) -> str:
             f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
             f"resume it once with --output command, then write the job of {job.name}"
         )
-    return {"command": write_command, "script": write_script, "slurm": write_slurm}[output](job)
+    if output == "slurm":
+        return write_slurm(job)
+    command, folder = write_command(job), fmt.word_of_bash(str(job.folder))
+    script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
+    return script if output == "script" else command
 
 
 def launcher(job: Job) -> tuple[str, ...]:
@@ -180,14 +184,6 @@ def launcher(job: Job) -> tuple[str, ...]:
 def write_command(job: Job) -> str:
     """Write the command line."""
     return fmt.command_line((*launcher(job), *job.words))
-
-
-def write_script(job: Job) -> str:
-    """Write a script that runs the command where it was made."""
-    return (
-        "#!/usr/bin/env bash\nset -euo pipefail\n"
-        f"cd {fmt.word_of_bash(str(job.folder))}\nexec {write_command(job)}"
-    )
 
 
 def write_slurm(job: Job) -> str:

@@ -40,7 +40,7 @@ GROUPS = {
     "look": {
         "status": Verb("show all runs and how far they are", ".status"),
         "runs": Verb("list, verify, delete, archive, import, sync runs", ".runs"),
-        "report": Verb("write a run's report as one HTML page", ".report"),
+        "report": Verb("write a run's report as one HTML page", ".plot", "report"),
         "plot": Verb("draw the curves of runs", ".plot"),
     },
     "evaluate": {

@@ -61,7 +61,7 @@ class BytesTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the same tokenizer for Hugging Face's library: a BPE without merges over bytes."""
         vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
-        return json_without_merges(vocabulary, END_TOKEN, of_bytes=True)
+        return json_without_merges(vocabulary, of_bytes=True)
 
 
 BYTES = BytesTokenizer()
@@ -126,7 +126,7 @@ class CharactersTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the same for Hugging Face's library, which leaves out characters that have no id."""
         vocabulary = {character: id for id, character in enumerate(self.characters)}
-        return json_without_merges(vocabulary, END_TOKEN, of_bytes=False)
+        return json_without_merges(vocabulary, of_bytes=False)
 
 
 @functools.lru_cache(maxsize=4)

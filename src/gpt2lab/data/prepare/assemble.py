@@ -181,14 +181,9 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _is_share(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(
-            rule[0](one)
-            for rule, one in zip((STRING, COUNT, COUNT, or_null(STRING)), value, strict=True)
-        )
-    )
+    rules = (STRING, COUNT, COUNT, or_null(STRING))
+    is_list = isinstance(value, list) and len(value) == len(rules)
+    return is_list and all(rule[0](one) for rule, one in zip(rules, value, strict=True))
 
 
 _SHARES = list_of((_is_share, ""), "")

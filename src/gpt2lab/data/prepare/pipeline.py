@@ -263,7 +263,13 @@ def _write(
             cut=cut,
         )
         (partial / _WHOLE / _STATES).write_text(states)
-        _complete(partial, folder)
+        faultpoint("data.before_folder_is_named", 0)
+        if folder.is_dir():
+            folder.rmdir()  # an empty one
+        os.rename(partial / _WHOLE, folder)
+        sync_folder(folder.parent)
+        faultpoint("data.after_folder_is_named", 0)
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest, cut
 
 
@@ -447,17 +453,6 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
                 )
                 raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
             raise
-
-
-def _complete(partial: Path, target: Path) -> None:
-    """Give the assembled folder its final name."""
-    faultpoint("data.before_folder_is_named", 0)
-    if target.is_dir():
-        target.rmdir()  # an empty one
-    os.rename(partial / _WHOLE, target)
-    sync_folder(target.parent)
-    faultpoint("data.after_folder_is_named", 0)
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 _GROUP_BYTES = 64_000_000
