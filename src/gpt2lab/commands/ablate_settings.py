@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -37,13 +38,9 @@ def take_grid(
         if word[:2] != "--" or name in own:
             words.append(word)
             continue
-        most = _words_of(name, own)
-        begin = place
-        while place < len(argv) and argv[place][:2] != "--" and "=" not in word:
-            if place - begin == most:
-                break
-            place += 1
-        values = list(argv[begin:place])
+        most, following = _words_of(name, own), argv[place:] if "=" not in word else ()
+        values = list(itertools.takewhile(lambda one: one[:2] != "--", following))[:most]
+        place += len(values)
         if len(values) > 1 and not is_list(name):
             grid[name] = values
         else:

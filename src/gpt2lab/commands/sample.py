@@ -109,7 +109,6 @@ def typed_lines() -> Iterator[str]:
 
 
 def _converse(completer: "Completer", num_samples: int) -> None:
-    """Continue each typed line."""
     number = 0
     for line in typed_lines():
         prompt = line.rstrip("\n")
@@ -128,7 +127,6 @@ def _converse(completer: "Completer", num_samples: int) -> None:
 def _print_as_drawn(
     completer: "Completer", prompt: str, ids: list[int], *, number: int = 0, place: int = 0
 ) -> None:
-    """Print a prompt and its continuation token by token."""
     print(prompt, end="", flush=True)
     for text in completer.stream(ids, number=number, place=place):
         print(text, end="", flush=True)

@@ -112,7 +112,6 @@ def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
 
 
 def _stop(pid_file: Path, pid: int) -> None:
-    """End the server and wait until it is gone."""
     deadline = time.monotonic() + _STOP_SECONDS
     os.killpg(pid, signal.SIGTERM)
     while _running(pid_file):

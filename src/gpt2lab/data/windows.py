@@ -92,11 +92,10 @@ class WindowReader:
         for shard in self._shards:
             if shard.index is not None:
                 places.append(document_ends(shard) - 1)
-                continue
-            if end_of_text is None:
+            elif end_of_text is None:
                 places.append(np.empty(0, np.int64))
-                continue
-            places.append(np.flatnonzero(shard.map_ids() == end_of_text))
+            else:
+                places.append(np.flatnonzero(shard.map_ids() == end_of_text))
         return places
 
     def wait_until_verified(self) -> None:

@@ -241,7 +241,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _read(path: Path, wanted: ImportOptions) -> TokenFile:
-    """Return the facts of a file, by its own format."""
     try:
         layout = wanted.format or ("raw" if wanted.offset else formats.recognise(path))
         if wanted.offset and layout != "raw":
@@ -426,7 +425,6 @@ def _confirmed_end_of_text(
 def _entry(
     file: TokenFile, split: str, measured: _Measured, end_of_text: EndOfText
 ) -> dict[str, Any]:
-    """Return the manifest's entry of a file."""
     entry = {"name": file.path.name, "split": split, "tokens": file.tokens, **measured.facts}
     if end_of_text.id is None:
         entry["documents"] = measured.marks.count if measured.marks else 0

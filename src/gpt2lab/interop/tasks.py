@@ -171,7 +171,6 @@ def _in_one_line(act: Callable[[], Any]) -> Any:
 
 
 def _read(found: dict[str, Any]) -> TaskResults:
-    """Read what lm-eval returned."""
     numbers: dict[str, dict[str, Any]] = {}
     items: dict[str, Results] = {}
     sizes, shots = found["n-samples"], found["n-shot"]

@@ -85,12 +85,7 @@ def _reach(address: str) -> None:
 
 def _run(task: Task, folder: Path, cores: int) -> int:
     """Run one task on a worker of the cluster; return the tokens that it wrote now."""
-    counted = 0
-
-    def on_tokens(count: int) -> None:
-        nonlocal counted
-        counted += count
-
+    counts: list[int] = []
     with contextlib.closing(EncoderPool(cores, task.tokenizer)) as pool:
-        run_task(task, folder, pool, on_tokens)
-    return counted
+        run_task(task, folder, pool, counts.append)
+    return sum(counts)
