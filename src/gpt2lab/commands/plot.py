@@ -28,8 +28,7 @@ class Plot:
 
     runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
     out: Path | None = option(
-        None,
-        "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder",
+        None, "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder"
     )
     x: Literal["step", "tokens", "hours"] | None = option(
         None,

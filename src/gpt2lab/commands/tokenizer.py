@@ -66,10 +66,7 @@ class Train:
         if not is_bpe:
             self._check_characters(out)
         source = open_source(
-            self.source,
-            text_column=self.text_column,
-            subset=self.subset,
-            revision=self.revision,
+            self.source, text_column=self.text_column, subset=self.subset, revision=self.revision
         )
         texts = learning_texts(
             source,

@@ -33,12 +33,7 @@ class WindowReader:
     """Windows of T + 1 tokens, read by (shard, offset)."""
 
     def __init__(
-        self,
-        shards: tuple[Shard, ...],
-        *,
-        context_length: int,
-        id_limit: int,
-        verify: bool = False,
+        self, shards: tuple[Shard, ...], *, context_length: int, id_limit: int, verify: bool = False
     ) -> None:
         """`verify`: hash each shard in the background when it is first touched, and compare with shards.json."""
         self._verifier = Verifier(shards) if verify else None
@@ -77,7 +72,7 @@ class WindowReader:
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
             raise self._shards[shards[row]].rejected(
-                f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}",
+                f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}"
             )
         return windows
 

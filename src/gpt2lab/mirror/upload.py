@@ -156,10 +156,7 @@ class Uploader:
             labels = self._labels()
             if labels is not None:
                 self._mirror.retire(
-                    labels,
-                    keep=self._keep,
-                    keep_emergency=self._keep_emergency,
-                    uploaded=uploaded,
+                    labels, keep=self._keep, keep_emergency=self._keep_emergency, uploaded=uploaded
                 )
 
     def _labels(self) -> dict[str, str] | None:

@@ -141,12 +141,7 @@ def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
 
 
 def _hugging_face(
-    name: str,
-    subset: str | None,
-    folder: str,
-    dataset: str,
-    text_column: str,
-    revision: str | None,
+    name: str, subset: str | None, folder: str, dataset: str, text_column: str, revision: str | None
 ) -> TextSource:
     offline = is_offline() and not Path(name).is_dir()
     try:
