@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import TARGET, argument, option
+from gpt2lab.config.flags import option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.evaluation.request import EvaluationRequest, require_gpu
@@ -34,57 +34,16 @@ _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own m
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(TaskRequest, EvaluationRequest):
     """Evaluate a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: str = argument(TARGET)
-    hellaswag: bool = option(False, "score HellaSwag")
-    val: Path | None = option(
-        None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
-    )
-    val_tokens: int | None = option(
-        None, "validation tokens; default as the run, else 10,485,760", least=1
-    )
-    hellaswag_path: Path | None = option(None, "HellaSwag items; default the run's, or downloaded")
-    hellaswag_limit: int | None = option(
-        None,
-        "score a fixed random subset of N items, 0 = all; default as the run, else all",
-        least=0,
-    )
-    hellaswag_metrics: Literal["all", "harness", "tutorial"] | None = option(
-        None,
-        "harness = acc, acc_norm; tutorial = acc_token_norm; half the time each; default as the run, else all",
-    )
-    batch_size: int = option(
-        8, "validation windows per forward pass; only rounding depends on it", least=1
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option(
-        "auto", "matmul precision; auto = what the run trained in, else as in training"
-    )
     eval_generate: bool = option(
         False,
         "of a fine-tuned run: also generate answers to the held-out conversations, and compare them (ROUGE-L)",
     )
-    tasks: str | None = option(
-        None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
-    )
-    limit: int | None = option(None, "of each task only the first N items", least=1)
-    num_fewshot: int | None = option(
-        None, "examples before each item of a task; default: the task's own", least=0
-    )
-    tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
-    apply_chat_template: bool = option(
-        False, "put the tasks' prompts into the chat template of a fine-tuned run"
-    )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
-    keep_token_losses: bool = option(
-        False,
-        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR, or else in the run",
-    )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
 
@@ -107,20 +66,9 @@ def main(argv: list[str]) -> int:
         for name in ("val", "hellaswag_path", "save", "tasks_path")
         if (path := getattr(flags, name)) is not None
     }
-    flags = replace(flags, **typed, checkpoint_dir=paths.runs_folder(flags.checkpoint_dir))
-    request = EvaluationRequest(
-        **{f.name: getattr(flags, f.name) for f in fields(EvaluationRequest)}
-    )
-    tasks = None
-    if flags.tasks is not None:
-        tasks = TaskRequest(
-            flags.tasks,
-            limit=flags.limit,
-            num_fewshot=flags.num_fewshot,
-            tasks_path=flags.tasks_path,
-            apply_chat_template=flags.apply_chat_template,
-        )
-    numbers = evaluate(request, tasks, eval_generate=flags.eval_generate, save=flags.save)
+    flags = replace(flags, **typed)
+    tasks = flags if flags.tasks is not None else None
+    numbers = evaluate(flags, tasks, eval_generate=flags.eval_generate, save=flags.save)
     if numbers is not None:  # rank 0
         print(json.dumps(numbers) if flags.json else as_text(numbers))
     return 0
@@ -151,7 +99,7 @@ def evaluate(
     from gpt2lab.runs.target import find_target
 
     def find() -> Target:
-        return find_target(request.target, request.checkpoint_dir)
+        return find_target(request.target, paths.runs_folder(request.checkpoint_dir))
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None

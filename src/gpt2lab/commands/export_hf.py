@@ -83,7 +83,9 @@ def _check(flags: Export) -> int:
         if flags.format == "gguf" and getattr(flags, name) is not None:
             raise ConfigError(f"--{name} is for --format transformers; leave it out")
     try:
-        shard_bytes = fmt.parse_bytes(flags.max_shard_size or "5GB")
+        shard_bytes = fmt.parse_bytes(
+            "5GB" if flags.max_shard_size is None else flags.max_shard_size
+        )
     except ValueError as error:
         raise ConfigError(f"--max_shard_size {error}") from error
     if shard_bytes < 1:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2lab import fmt
+from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.uncertainty import estimate_mean
@@ -42,16 +43,22 @@ _BOOTSTRAPS = 1000
 class TaskRequest:
     """Which tasks of lm-eval to measure, and how."""
 
-    names: str  # separated by commas
-    limit: int | None = None  # of each task only the first items
-    num_fewshot: int | None = None  # None: the task's default
-    tasks_path: Path | None = None  # a folder with more tasks as YAML files
-    apply_chat_template: bool = False
+    tasks: str | None = option(
+        None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
+    )
+    limit: int | None = option(None, "of each task only the first N items", least=1)
+    num_fewshot: int | None = option(
+        None, "examples before each item of a task; default: the task's own", least=0
+    )
+    tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
+    apply_chat_template: bool = option(
+        False, "put the tasks' prompts into the chat template of a fine-tuned run"
+    )
 
     @property
     def wanted(self) -> list[str]:
         """The single names."""
-        return [name.strip() for name in self.names.split(",") if name.strip()]
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def measure_tasks(
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
     # The library prints messages to stdout.
-    with doing(f"tasks {request.names}"), contextlib.redirect_stdout(sys.stderr):
+    with doing(f"tasks {request.tasks}"), contextlib.redirect_stdout(sys.stderr):
         from lm_eval import simple_evaluate
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
