@@ -6,6 +6,7 @@ gpt2lab runs resume-command latest --max_steps 40000 --allow_change max_steps
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -80,14 +81,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output != "slurm":
         raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
-    found = plan_continuation(
-        flags.target,
-        num_gpus=flags.num_gpus,
-        argv=trainer_flags,
-        checkpoint_dir=flags.checkpoint_dir,
-        nodes=flags.nodes,
-        gpus=flags.gpus,
-    )
+    found = plan_continuation(flags, trainer_flags)
     for name, (before, now) in found.start.changes.items():
         say(f"changed: {name} {before} -> {now}")
     if found.start.is_complete:
@@ -97,15 +91,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def plan_continuation(
-    target: str,
-    *,
-    num_gpus: int | None,
-    argv: list[str],
-    checkpoint_dir: Path | None = None,
-    nodes: int = 1,
-    gpus: int | None = None,
-) -> Continuation:
+def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continuation:
     """Return what continues a run, or one of its checkpoints, with `argv` as changed settings.
 
     Whatever the trainer would reject is rejected here. Nothing is written.
@@ -119,7 +105,7 @@ def plan_continuation(
     from gpt2lab.runs.target import find_run
     from gpt2lab.training.resolve import resolve
 
-    folder = find_run(target, checkpoint_dir)
+    folder, nodes, gpus = find_run(flags.target, flags.checkpoint_dir), flags.nodes, flags.gpus
     chosen, run_dir = "latest", folder
     if folder.name.startswith("step_") and (folder / "manifest.json").exists():
         chosen, run_dir = str(catalog.open_checkpoint(folder).step), folder.parent
@@ -127,26 +113,27 @@ def plan_continuation(
     if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint to continue from")
     environment = checkpoint.manifest["environment"]
-    world = num_gpus or environment["world_size"]
+    world = flags.num_gpus or environment["world_size"]
     if gpus is not None:
         world = nodes * max(1, gpus)
     if world % nodes:
         raise ConfigError(
             f"--nodes {nodes}: a world size of {world} does not divide by it; give --gpus"
         )
-    flags = ["--resume", chosen, "--run_name", run_dir.name]
+    words = ["--resume", chosen, "--run_name", run_dir.name]
     if run_dir.parent != paths.runs_folder(None):
-        flags += ["--checkpoint_dir", str(run_dir.parent)]
+        words += ["--checkpoint_dir", str(run_dir.parent)]
     program = program_of(run_dir)
     name: RecipeName = "finetune" if program == "finetune" else "pretrain"
-    request = parse([*flags, *argv], name).request
+    words += argv
+    request = parse(words, name).request
     start = resolve(request, recipe_named(name), world_size=world, set_aside=False)
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
     job = Job(
         name=run_dir.name,
-        words=(*paths.trainer(program), *flags, *argv),
+        words=(*paths.trainer(program), *words),
         folder=Path.cwd(),
         nodes=nodes,
         processes=world // nodes,
