@@ -4,7 +4,6 @@ gpt2lab data tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
 gpt2lab data tokenizer show data/std_4k gpt2 --source python-stdlib
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,11 +105,19 @@ class Show:
 
     def execute(self) -> int:
         """Print a row for each."""
+        from gpt2lab.data.prepare.pipeline import learning_texts
+        from gpt2lab.data.prepare.sources import open_source
+        from gpt2lab.tokenizers.gpt2 import CUTS
         from gpt2lab.tokenizers.opening import open_tokenizer
 
         if not self.tokenizers:
             raise ConfigError(f"show: no tokenizer given: {TOKENIZER}")
-        texts = list(self._texts())
+        texts: list[str] = []
+        if self.source is not None:
+            source = open_source(self.source, text_column=self.text_column)
+            texts += learning_texts(
+                source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True, cuts=CUTS
+            )
         rows = []
         for name in self.tokenizers:
             is_file = Path(name).expanduser().exists()
@@ -125,18 +132,6 @@ class Show:
         head = ("", "name", "ids", "end of text", "sha256", "bytes per token")
         print(fmt.table(head, rows))
         return 0
-
-    def _texts(self) -> Iterator[str]:
-        from gpt2lab.data.prepare.pipeline import learning_texts
-        from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.tokenizers.gpt2 import CUTS
-
-        if self.source is None:
-            return iter(())
-        source = open_source(self.source, text_column=self.text_column)
-        return learning_texts(
-            source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True, cuts=CUTS
-        )
 
 
 VERBS = {"train": Train, "show": Show}
