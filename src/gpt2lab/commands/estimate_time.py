@@ -89,7 +89,6 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
 
 
 def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
-    """Return the forecast of a run to come as JSON and as text, and the exit code."""
     predictor = Predictor(request, known)
     profile = hardware.find_profile(request.profile, known)
     now = time.time()
@@ -180,7 +179,6 @@ def _warnings(found: Estimate) -> list[str]:
 
 
 def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
-    """Return the cards and links with their numbers, as JSON and as text."""
     everything = dataclasses.asdict(known)
     document = {name: everything[name] for name in ("version", "gpus", "links", "sources")}
 

@@ -76,8 +76,6 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class _Findings:
-    """What was measured so far."""
-
     numbers: dict[str, Any]  # as --json prints them
     items: dict[Path, Results] = field(default_factory=dict)  # by the name of the file in --save
     token_losses: TokenLosses | None = None
@@ -198,7 +196,6 @@ def _check(
 
 
 def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) -> None:
-    """Measure the loss on held-out conversations, or on token shards."""
     from gpt2lab.evaluation.request import measure_loss, open_shards
     from gpt2lab.finetuning.evaluation import AnswerLoss
     from gpt2lab.lab.token_losses import describe_losses
@@ -225,7 +222,6 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
 
 
 def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
-    """Measure the tasks of lm-eval, and keep their numbers in the run."""
     from gpt2lab.interop.tasks import keep_tasks, measure_tasks
     from gpt2lab.runs.evaluations import file_of
 

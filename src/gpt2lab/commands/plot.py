@@ -92,7 +92,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: Plot) -> None:
-    """Reject flags that would be ignored."""
     leaves = [leaf.name for leaf in fields(flags)]
     given = [name for name in leaves if getattr(flags, name) not in (None, (), False)]
     for subject in (name for name in _INSTEAD if name in given):

@@ -366,7 +366,6 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if it cannot be read."""
     try:
         return JsonFile(path, ConfigError).read()
     except ConfigError:

@@ -78,7 +78,6 @@ def _running(pid_file: Path) -> dict[str, int] | None:
 
 
 def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
-    """Start a server and return pid and port once it answers."""
     _check_port(port)
     log = folder / ".tensorboard.log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]

@@ -149,7 +149,6 @@ def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: b
 
 
 def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
-    """Write the settings of a fresh start to a file, and say how to start with it."""
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings

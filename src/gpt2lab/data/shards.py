@@ -444,7 +444,6 @@ def _check_ids(path: Path, largest: int, *, limit: int, size: int) -> None:
 
 
 def _compare(folder: Path, listed: dict[str, Any], check_ids: Callable[[Path, int], None]) -> Shard:
-    """Open a shard, compare it with its entry in the manifest, and return it with its recorded hash."""
     shard = open_listed(folder, listed)
     if shard.tokens != listed["tokens"]:
         raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")

@@ -116,7 +116,6 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: 
 def _write_tokenizer(
     folder: Path, target: Target, tokenizer: Tokenizer, context_length: int
 ) -> None:
-    """Write the tokenizer, the end-of-text settings, and the chat template of a tuned model."""
     end = tokenizer.end_token
     special: dict[str, Any] = {"bos_token": end, "eos_token": end}
     if tokenizer == GPT2:

@@ -243,7 +243,6 @@ def _commit(
     loss: ValidationLoss,
     seconds: float,
 ) -> Path:
-    """Write the run's folder with this one checkpoint and its evaluation."""
     config = start.config
     rng.seed_everything(config.data.seed)
     optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))

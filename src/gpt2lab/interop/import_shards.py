@@ -125,7 +125,6 @@ def import_folder(
 
 
 def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_separate: bool) -> None:
-    """Write the tokenizer's files next to shards.json, unless they exist already."""
     files = tokenizer.files if tokenizer else {}
     if is_separate and (
         others := sorted(_TOKENIZER_FILES.intersection(os.listdir(target)) - set(files))
@@ -219,7 +218,6 @@ def _by_patterns(
 
 
 def _by_words(folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Select by the words train and val in the names."""
     chosen: dict[str, list[str]] = {split: [] for split in SPLITS}
     for name in sorted(names, key=_natural):
         words = re.split(r"[^a-z0-9]+", name.rpartition(".")[0].lower())
@@ -288,7 +286,6 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
 
 
 def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
-    """Compare the given tokenizer with the one that a file records."""
     if file.tokenizer is None:
         return
     named = file.tokenizer.lower()

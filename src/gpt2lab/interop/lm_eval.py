@@ -225,7 +225,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return [found[number] for number in range(len(requests))]
 
     def _drawing(self, settings: dict[str, Any]) -> Drawing:
-        """Read the generation_kwargs of a task."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         until = handle_stop_sequences(given.pop("until", None), eos=self._tokenizer.end_token)
         room, is_drawn = given.pop("max_gen_toks"), given.pop("do_sample")
@@ -250,7 +249,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return drawing
 
     def _write(self, drawing: Drawing, prompts: list[Prompt]) -> list[str]:
-        """Return the texts that continue some prompts, without their stop texts."""
         end, stops = self.eot_token_id, drawing.until
         # A token has at least one byte, so this many hold every stop text that the newest one completes.
         tail = max(len(stop.encode()) for stop in stops) + 4

@@ -213,7 +213,6 @@ def _read_metadata(path: Path) -> tuple[str, str, int]:
 
 
 def _check_size(found: TokenFile, size: int, where: str) -> TokenFile:
-    """Return the file if it is as long as it should be, and not empty."""
     promised = found.offset + found.tokens * np.dtype(DTYPES[found.dtype][0]).itemsize
     if found.tokens < 0 or size != promised:
         raise DataError(

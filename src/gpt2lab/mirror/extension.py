@@ -104,7 +104,6 @@ class CheckpointMirror(Extension):
         self._report(run.logger.newest_step)
 
     def _report(self, step: int) -> None:
-        """Write the news of the copies to status.json; a warning of each kind of error."""
         if self._uploader is None or self._run is None:
             return
         if (news := self._uploader.take_report()) is None:

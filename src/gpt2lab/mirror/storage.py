@@ -519,7 +519,6 @@ class Mirror:
 
 
 def _blocks(file: BinaryIO | gzip.GzipFile, size: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes of a file in blocks."""
     while size > 0 and (block := file.read(min(_BLOCK, size))):
         size -= len(block)
         yield block

@@ -188,7 +188,6 @@ class Uploader:
         return next((info for info in wanted if copy_name(info.manifest) not in there), None)
 
     def _fail(self, error: Exception) -> None:
-        """Note an error; the first of its kind is a warning."""
         with self._changed:
             said, kind = first_line(error), type(error).__name__
             self._report = replace(self._report, error=f"{kind}: {said}")

@@ -241,7 +241,6 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _ids_of(values: dict[str, Any], where: str) -> dict[str, int]:
-    """Return {token: id} of all tokens."""
     vocabulary = values["model"].get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, Mapping) else {}
     if not ids:  # Unigram: pairs of token and score

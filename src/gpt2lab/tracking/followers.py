@@ -241,7 +241,6 @@ def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
 
 
 def _read_sent(file: JsonFile, place: str) -> Sent:
-    """Return what has been sent to this place: nothing if the record is of another place."""
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
@@ -275,7 +274,6 @@ def _one_line(error: Exception) -> str:
 
 
 def _follow(run_dir: Path, name: str) -> int:
-    """Send the events of a start until standard input ends; return the exit code."""
     settings = json.loads(sys.stdin.readline())
     ended = threading.Event()
 

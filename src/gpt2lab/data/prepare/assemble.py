@@ -280,7 +280,6 @@ def _write(
 
 
 def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Write the tokenizer's files and, last, the manifest, which is returned."""
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
     manifest["files"].sort(key=lambda file: (file["split"], file["name"]))

@@ -84,7 +84,6 @@ def _reach(address: str) -> None:
 
 
 def _run(task: Task, folder: Path, cores: int) -> int:
-    """Run one task on a worker of the cluster; return the tokens that it wrote now."""
     counts: list[int] = []
     with contextlib.closing(EncoderPool(cores, task.tokenizer)) as pool:
         run_task(task, folder, pool, counts.append)

@@ -280,8 +280,6 @@ _CUT_NOTE = (
 
 
 class _Runner:
-    """Runs tasks, here or on a Ray cluster, with a progress bar."""
-
     def __init__(
         self, plan: PreparationPlan, num_workers: int | None, ray_address: str | None
     ) -> None:

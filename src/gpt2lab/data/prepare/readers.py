@@ -155,7 +155,6 @@ def _decompress(raw: IO[bytes], share: Share) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _open(share: Share) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed as its name says."""
     with _open_raw(share) as raw, _decompress(raw, share) as content:
         yield content
 
@@ -196,7 +195,6 @@ def _blocks_of(share: Share) -> Iterator[str]:
 
 
 def _first_bad_byte(share: Share) -> int | None:
-    """Return the offset of the first byte that is not UTF-8, None if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(share) as file:
         while True:
