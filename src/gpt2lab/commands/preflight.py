@@ -183,21 +183,22 @@ def _memory(start: Start, runtime: Runtime) -> Check:
 
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
     try:
-        trial = try_step(start.config, components, batch, runtime, start.plan.max_steps)
+        tokens, own, loss, norm = try_step(
+            start.config, components, batch, runtime, start.plan.max_steps
+        )
     except torch.OutOfMemoryError as error:
         if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
             raise
         return Check("step", "failed", str(error).splitlines()[0])
-    trials = runtime.gather(trial)
-    seconds = [one.seconds for one in trials]
+    seconds = runtime.gather(own)
     share = start.plan.batch.tokens / runtime.world_size
-    full = max(seconds) * share / trial.tokens
-    numbers = {"tokens": trial.tokens, "seconds": seconds, "step_seconds": full}
+    full = max(seconds) * share / tokens
+    numbers = {"tokens": tokens, "seconds": seconds, "step_seconds": full}
     detail = (
-        f"forward, backward and update of {trial.tokens:,} tokens a rank in {max(seconds):.2f} s "
-        f"(uncompiled), loss {trial.loss:.3f}: about {_seconds(full)} a step"
+        f"forward, backward and update of {tokens:,} tokens a rank in {max(seconds):.2f} s "
+        f"(uncompiled), loss {loss:.3f}: about {_seconds(full)} a step"
     )
-    if not math.isfinite(trial.loss) or not math.isfinite(trial.grad_norm):
+    if not math.isfinite(loss) or not math.isfinite(norm):
         return Check("step", "failed", f"{detail}; loss or gradient is not finite", numbers)
     return Check("step", "ok", detail, numbers)
 
@@ -207,13 +208,14 @@ def _seconds(number: float) -> str:
 
 
 def _network(start: Start, runtime: Runtime) -> Check:
-    trials = runtime.gather(try_network(runtime, 4 * start.plan.parameters))
-    latencies = [one.latency_seconds for one in trials]
-    rates = [one.bytes_per_second for one in trials]
-    gradient = 4 * start.plan.parameters / min(rates)
+    gradient_bytes = 4 * start.plan.parameters
+    num_bytes = min(gradient_bytes, NETWORK_BYTES)
+    trials = runtime.gather(try_network(runtime, num_bytes))
+    latencies, rates = ([one[i] for one in trials] for i in (0, 1))
+    gradient = gradient_bytes / min(rates)
     slowest = rates.index(min(rates))
     detail = (
-        f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(trials[0].num_bytes)} "
+        f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(num_bytes)} "
         f"{fmt.num_bytes(min(rates))}/s (rank {slowest}, the slowest): {gradient:.2f} s for a step's gradient"
     )
     numbers = {"latency_seconds": latencies, "bytes_per_second": rates}
@@ -331,20 +333,13 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
     return DiskTrial(written, write_seconds, read_seconds, intact)
 
 
-@dataclass(frozen=True)
-class StepTrial:
-    """The second of two optimizer steps on one small micro-batch of each process."""
-
-    tokens: int  # of one process
-    seconds: float
-    loss: float
-    grad_norm: float
-
-
 def try_step(
     config: Config, components: Components, batch: GlobalBatch, runtime: Runtime, max_steps: int
-) -> StepTrial:
-    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards."""
+) -> tuple[int, float, float, float]:
+    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards.
+
+    Returns: tokens of this process, seconds, loss and gradient norm of the second one.
+    """
     most = STEP_TOKENS
     if runtime.device.type == "cpu":
         most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
@@ -363,7 +358,7 @@ def try_step(
             )
         runtime.synchronize()
     seconds, tokens = time.monotonic() - began, part.micro_batches[0].tokens.numel()
-    return StepTrial(tokens, seconds, stats.loss, stats.grad_norm)
+    return tokens, seconds, stats.loss, stats.grad_norm
 
 
 def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
@@ -382,18 +377,8 @@ def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
     return dataclasses.replace(batch, micro_batches=(part,), num_targets=max(1, int(targets)))
 
 
-@dataclass(frozen=True)
-class NetworkTrial:
-    """All-reduce between the processes, as this one saw it."""
-
-    latency_seconds: float  # of 4 bytes
-    num_bytes: int  # summed to find the rate
-    bytes_per_second: float
-
-
-def try_network(runtime: Runtime, gradient_bytes: int) -> NetworkTrial:
-    """Time all-reduces of a number and of up to 32 MiB; medians."""
-    num_bytes = min(gradient_bytes, NETWORK_BYTES)
+def try_network(runtime: Runtime, num_bytes: int) -> tuple[float, float]:
+    """Return the seconds of an all-reduce of a number, and bytes/s of `num_bytes`, as this process saw it; medians."""
     seconds = []
     for elements, rounds in ((1, 50), (num_bytes // 4, 3)):
         values = torch.zeros(elements, device=runtime.device)
@@ -405,4 +390,4 @@ def try_network(runtime: Runtime, gradient_bytes: int) -> NetworkTrial:
             runtime.synchronize()
             times.append(time.monotonic() - began)
         seconds.append(statistics.median(times[1:]))  # the first one connects
-    return NetworkTrial(seconds[0], num_bytes, num_bytes / seconds[1])
+    return seconds[0], num_bytes / seconds[1]

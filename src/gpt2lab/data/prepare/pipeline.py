@@ -89,17 +89,14 @@ def result_table(result: Result) -> str:
     held = result.total("documents", "val")
     text, speed = result.total("text_bytes"), result.new_tokens / result.seconds
     left_out, split = result.manifest["left_out"], result.manifest["split"]
-    back = split["held_back_tokens"]
+    back, stored = split["held_back_tokens"], fmt.num_bytes(result.total("bytes"))
     rows = [
         ("documents", f"{documents:,} ({documents - held:,} train, {held:,} val)"),
         ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
         ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
         ("mean document", f"{tokens / documents:,.0f} tokens"),
         ("tokenizer", result.tokenizer.title),
-        (
-            "shards",
-            f"{len(result.manifest['files']):,} files, {fmt.num_bytes(result.total('bytes'))}",
-        ),
+        ("shards", f"{len(result.manifest['files']):,} files, {stored}"),
         ("time", f"{fmt.duration(result.seconds)} ({speed:,.0f} tokens/s)"),
         ("folder", paths.display_path(result.folder)),
     ]
