@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from gpt2lab import fmt, paths
@@ -34,31 +34,23 @@ _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Ku
 _MARGIN_SECONDS = 10.0  # to end in, of that
 
 
-@dataclass(frozen=True)
-class MirroredRun:
-    """A run whose checkpoints are copied."""
-
-    url: str
-    run_dir: Path
-
-
-def may_use(run: MirroredRun, *, is_typed: bool) -> bool:
+def may_use(url: str, run_dir: Path, *, is_typed: bool) -> bool:
     """Tell whether a person chose a mirror: now, or before for this folder on this machine; a checkpoint must not.
 
     What is typed is noted for later starts.
     """
-    name = hashlib.sha256(os.fsencode(run.run_dir.resolve())).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
     record = paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
     with contextlib.suppress(OSError):  # no home folder: then every start has to name it
         if not is_typed:
-            return read_regular(record, at_most=10_000) == run.url.encode()
+            return read_regular(record, at_most=10_000) == url.encode()
         record.parent.mkdir(parents=True, exist_ok=True)
-        replace_durably(record, run.url)
+        replace_durably(record, url)
     return is_typed
 
 
-def find_mirrored(request: RunRequest) -> MirroredRun | None:
-    """Return the run that a request means, if its checkpoints are copied: as was chosen, else as its newest one says.
+def find_mirrored(request: RunRequest) -> tuple[str, Path] | None:
+    """Return the mirror and folder of the run that a request means, if it has one: as chosen, else as its newest says.
 
     Raises: ConfigError if the run to resume is not named.
     """
@@ -79,7 +71,7 @@ def find_mirrored(request: RunRequest) -> MirroredRun | None:
     if infos and "checkpoint_mirror" not in request.chosen:
         saved = infos[-1].manifest["config"].get("checkpoint_mirror")
         url = saved if isinstance(saved, str) else None
-    return None if url is None else MirroredRun(url, run_dir)
+    return None if url is None else (url, run_dir)
 
 
 def fetch_newer(url: str, run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
@@ -170,16 +162,16 @@ def fetch_on_this_machine(start: Start) -> None:
     )
 
 
-def check_mirror(run: MirroredRun, request: RunRequest) -> str | None:
+def check_mirror(url: str, run_dir: Path, request: RunRequest) -> str | None:
     """Reject a mirror that cannot be one of this run; return a warning if it does not answer: training does not wait.
 
     Raises: ConfigError.
     """
-    mirror = connect(run.url, run.run_dir.name)
+    mirror = connect(url, run_dir.name)
     try:
         # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
-        is_resumed = request.resume is not None and catalog.has_checkpoints(run.run_dir)
-        own = run_id(run.run_dir) if is_resumed else None
+        is_resumed = request.resume is not None and catalog.has_checkpoints(run_dir)
+        own = run_id(run_dir) if is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise
