@@ -65,9 +65,9 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 
         return preflight(request, recipe=recipe, as_json=actions.json)
     if imported is not None:
-        from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
+        from gpt2lab.interop.import_checkpoint import import_checkpoint
 
-        return take_over(request, imported, trust=actions.trust)
+        return import_checkpoint(request, imported, trust=actions.trust)
     from gpt2lab.runs.console import never_wait_for_stderr
 
     never_wait_for_stderr()

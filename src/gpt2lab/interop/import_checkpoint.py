@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.mixture import read_sources
@@ -30,9 +30,11 @@ from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.optim.schedule import lr_at
+from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.training.evaluator import validation_line
 from gpt2lab.training.pretrain import choose_hardware
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
@@ -44,40 +46,48 @@ _NO_BF16 = (
 )
 
 
-@dataclass(frozen=True)
-class PlannedImport:
-    """A file that passed its checks, and the run that it becomes."""
+def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -> int:
+    """Convert the file, evaluate it, commit it, and print what was taken from it and how to continue.
 
-    path: Path
-    request: RunRequest  # without what was taken from the file
-    foreign: ForeignCheckpoint
-    start: Start
-    entries: list[Entry]  # what was taken from nanoGPT's settings; [] for other programs
-
-
-def import_planned(planned: PlannedImport, runtime: Runtime) -> tuple[Path, ValidationLoss, float]:
-    """Evaluate the file's weights and write the run's folder with its first checkpoint.
-
-    Returns: the checkpoint, its evaluation, and the seconds that this took.
-
-    Raises: DataError, CheckpointError, SaveError.
+    Raises: CheckpointError for the file, ConfigError and DataError for the run it begins, with all that is wrong in one
+    line; nothing is written then. SaveError.
     """
-    start, before = planned.start, planned.foreign
-    foreign = before.with_rows(start.config.model.vocab_size - before.model.vocab_size)
+    runtime = Runtime()
+    path = paths.from_working_directory(path)
+    start, foreign, entries = _plan(request, path, runtime, trust=trust)
+    print(f"evaluating {path.name} on {start.config.eval.val_tokens:,} tokens", flush=True)
+    padded = foreign.with_rows(start.config.model.vocab_size - foreign.model.vocab_size)
     model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(foreign.weights[name])
+            parameter.copy_(padded.weights[name])
     loss, seconds = _evaluate(start, model, runtime)
-    folder = _commit(start, foreign, model, planned.path, runtime, loss, seconds)
-    return folder, loss, seconds
+    folder = _commit(start, padded, model, path, runtime, loss, seconds)
+    for warning in start.warnings:
+        print(f"note: {warning}")
+    if foreign.is_nanogpt:
+        rows = _settings_table(request, start, foreign, entries)
+        theirs, ours = (max(len(row[column]) for row in rows) for column in (0, 1))
+        for row in rows:
+            print(f"{row[0].ljust(theirs)}  {row[1].ljust(ours)}  {row[2]}".rstrip())
+    moments = "as in the file" if foreign.moments else "none in the file: its moments begin at zero"
+    before = foreign.best_val_loss
+    print(
+        f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
+        f"{validation_line(loss, seconds)}"
+        f"{'' if before is None else f' | best in the file {before:.4f}'}\n"
+        f"optimizer {moments}\n"
+        f"data begins at sample 0: the file does not record the windows that it was trained on\n"
+        f"saved as {paths.display_path(folder)}; continue with: "
+        f"{summary.command_to_resume(start.run_dir, world_size=1)}"
+    )
+    return 0
 
 
-def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: bool) -> PlannedImport:
-    """Read the file and plan the run that it becomes; nothing is written.
-
-    Raises: CheckpointError, ConfigError or DataError with all problems of both.
-    """
+def _plan(
+    request: RunRequest, path: Path, runtime: Runtime, *, trust: bool
+) -> tuple[Start, ForeignCheckpoint, list[Entry]]:
+    """Return the run that the file becomes, what the file holds, and what was taken from nanoGPT's settings."""
     if runtime.world_size > 1:
         raise ConfigError("--import_checkpoint needs one process; resume with any number of them")
     problems = Problems()
@@ -119,7 +129,7 @@ def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: boo
         )
     if problems.found or start is None:
         raise _as_one(problems.found)
-    return PlannedImport(path, request, foreign, choose_hardware(start, runtime), entries)
+    return choose_hardware(start, runtime), foreign, entries
 
 
 def _as_one(found: list[GPT2LabError]) -> GPT2LabError:
@@ -184,13 +194,11 @@ def _given_length(request: RunRequest) -> str | None:
     return next((n for n in LENGTHS if n in request.chosen and flat[n] is not None), None)
 
 
-def settings_table(planned: PlannedImport) -> list[tuple[str, str, str]]:
-    """Return rows of what nanoGPT had, what the run has, and why the two differ; [] for other programs."""
-    if not planned.foreign.is_nanogpt:
-        return []
-    start, foreign, request = planned.start, planned.foreign, planned.request
-    entries, flat = planned.entries, to_flat(start.config)
-    length = _given_length(request)
+def _settings_table(
+    request: RunRequest, start: Start, foreign: ForeignCheckpoint, entries: list[Entry]
+) -> list[tuple[str, str, str]]:
+    """Return rows of what nanoGPT had, what the run has, and why the two differ."""
+    flat, length = to_flat(start.config), _given_length(request)
     if foreign.next_rate is not None:
         rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
         same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
