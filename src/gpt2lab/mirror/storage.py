@@ -169,23 +169,20 @@ class Mirror:
     def list_copies(self) -> tuple[list[Copy], list[str]]:
         """Return the complete copies, newest first, and a line for each one that cannot be used."""
         copies, problems = [], []
-        names = [name for name in self._names(self._root) if _COPY.fullmatch(name)]
-        for name in names:
+        for name in filter(_COPY.fullmatch, self._names()):
             try:
-                copy = self._known.get(name) or self._read_copy(name)
+                self._known[name] = self._known.get(name) or self._read_copy(name)
+                copies.append(self._known[name])
             except FileNotFoundError:
-                continue  # not complete
+                pass  # not complete
             except CheckpointError as error:
                 problems.append(str(error))
-                continue
-            self._known[name] = copy
-            copies.append(copy)
         return sorted(copies, key=lambda copy: copy.recency, reverse=True), problems
 
-    def _names(self, folder: str) -> list[str]:
+    def _names(self) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            found = self.fs.ls(folder, detail=False)
+            found = self.fs.ls(self._root, detail=False)
         except FileNotFoundError:
             top = self._base.partition("/")[0] if self._protocol in _BUCKETS else self._base
             if self._protocol in (*_BUCKETS, *_LOCAL) and not self.fs.exists(top):
@@ -213,7 +210,7 @@ class Mirror:
 
         Raises: ConfigError if something else is there.
         """
-        names = self._names(self._root)
+        names = self._names()
         if not names:
             return None
         foreign = ConfigError(
@@ -391,7 +388,7 @@ class Mirror:
         complete = {copy.name for copy in copies}
         torn = [
             name
-            for name in self._names(self._root)
+            for name in self._names()
             if _COPY.fullmatch(name) and name not in complete and copies
             if int(name[5:].partition("-")[0]) < copies[-1].step
         ]
