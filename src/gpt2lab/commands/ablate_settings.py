@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpt2lab import fmt
 from gpt2lab.commands.command_line import Actions, action_words, names_of_flags, parse
+from gpt2lab.commands.parser import name_of
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list
 from gpt2lab.errors import ConfigError, DataError
@@ -30,17 +31,16 @@ def take_grid(
     words: list[str] = []
     shared: list[str] = []
     grid: dict[str, list[str]] = {}
-    place = 0
-    while place < len(argv):
-        word = argv[place]
-        place += 1
-        name = word[2:].partition("=")[0].replace("-", "_")
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name = name_of(word)
         if word[:2] != "--" or name in own:
             words.append(word)
             continue
-        most, following = _words_of(name, own), argv[place:] if "=" not in word else ()
+        most, following = _words_of(name, own), [] if "=" in word else rest
         values = list(itertools.takewhile(lambda one: one[:2] != "--", following))[:most]
-        place += len(values)
+        del rest[: len(values)]
         if len(values) > 1 and not is_list(name):
             grid[name] = values
         else:

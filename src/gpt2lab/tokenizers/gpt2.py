@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +92,6 @@ class GPT2Tokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return gpt2_encoding().decode(ids)
-
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the text of `decode` id by id."""
-        encoding = gpt2_encoding()
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
-        for id in ids:
-            yield decoder.decode(encoding.decode_single_token_bytes(id))
-        yield decoder.decode(b"", final=True)
 
     def byte_lengths(self) -> np.ndarray:
         """Return how many bytes of text each id stands for, (50257,) int64; 0 for <|endoftext|>."""
