@@ -8,15 +8,15 @@ gpt2lab data merge data/full data/part1 data/part2
 gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError
-from gpt2lab.tokenizers.opening import TOKENIZER
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
 if TYPE_CHECKING:
     from gpt2lab.lab.step_tokens import StepTokens
@@ -92,7 +92,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Import:
+class Import(ImportOptions):
     """Write shards.json for token files of another program, read in place.
 
     Read are .npy, .bin of llm.c and modded-nanogpt, datatrove's .ds, Megatron's .bin and .idx, and nanoGPT's .bin.
@@ -100,38 +100,12 @@ class Import:
 
     folder: Path = argument("folder of token files")
     out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
-    tokenizer: str | None = option(
-        None,
-        f"unknown | {TOKENIZER}; default: the one that the files record, gpt2 for .npy and nanoGPT's",
-    )
-    end_token: str | None = option(
-        None, "end-of-text token of a tokenizer.json, where that names none"
-    )
-    val_files: tuple[str, ...] = option(
-        (),
-        "names of the validation files, such as '00000_*.ds'; default those with val in the name",
-    )
-    train_files: tuple[str, ...] = option((), "names of the training files; default all others")
-    end_of_text: Literal["before", "after", "none"] | None = option(
-        None, "position of the end-of-text id relative to its document; default: the format's"
-    )
-    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
-    format: Literal["npy", "llm.c", "datatrove", "megatron", "raw"] | None = option(
-        None, "default by the name and the first bytes; raw: ids without a header"
-    )
-    dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
-        None, "type of the ids if the files do not record it; default uint16"
-    )
-    offset: int = option(0, "bytes before the first id of raw files", least=0)
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.interop.import_shards import ImportOptions, import_folder
-
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
-        wanted = ImportOptions(**{f.name: getattr(self, f.name) for f in fields(ImportOptions)})
-        manifest = import_folder(folder, wanted, out)
+        manifest = import_folder(folder, self, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.config.flags import option
 from gpt2lab.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -39,7 +40,7 @@ from gpt2lab.interop.token_files import DTYPES, SUFFIXES, Layout, Place, TokenFi
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import open_tokenizer, record_of
+from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer, record_of
 from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
 
 # One of these words in a file's name, delimited by other characters than letters and digits, tells its split.
@@ -50,19 +51,33 @@ _TOKENIZER_FILES = {CHARACTERS_FILE, TOKENIZER_FILE, CONFIG_FILE}
 _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """Facts that the user states about files that do not record them; None: the format's default."""
 
-    format: Layout | None = None
-    dtype: str | None = None  # a key of formats.DTYPES
-    offset: int = 0  # bytes before the first id of a raw file
-    tokenizer: str | None = None
-    end_token: str | None = None  # of that tokenizer
-    end_of_text: Place | None = None
-    end_of_text_id: int | None = None
-    train_files: tuple[str, ...] = ()  # patterns of names; none: all that are not for validation
-    val_files: tuple[str, ...] = ()
+    tokenizer: str | None = option(
+        None,
+        f"unknown | {TOKENIZER}; default: the one that the files record, gpt2 for .npy and nanoGPT's",
+    )
+    end_token: str | None = option(
+        None, "end-of-text token of a tokenizer.json, where that names none"
+    )
+    val_files: tuple[str, ...] = option(
+        (),
+        "names of the validation files, such as '00000_*.ds'; default those with val in the name",
+    )
+    train_files: tuple[str, ...] = option((), "names of the training files; default all others")
+    end_of_text: Place | None = option(
+        None, "position of the end-of-text id relative to its document; default: the format's"
+    )
+    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
+    format: Layout | None = option(
+        None, "default by the name and the first bytes; raw: ids without a header"
+    )
+    dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
+        None, "type of the ids if the files do not record it; default uint16"
+    )
+    offset: int = option(0, "bytes before the first id of raw files", least=0)
 
 
 def import_folder(
