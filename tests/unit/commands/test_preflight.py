@@ -117,7 +117,6 @@ def test_damaged_data_are_a_no_go(damaged, prepared, tmp_path, capsys, monkeypat
 def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(run, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**18, 0, 10**18))
     monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
-    monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
     large = ("--n_layer=96", "--n_head=96", "--n_embd=12288")  # GPT-3: 2.8 TB
     code, told = ask(run, capsys, monkeypatch, *large)
     assert code == 1
