@@ -128,11 +128,6 @@ class TokenData:
         )
 
 
-def shard_name(dataset: str, split: str, index: int) -> str:
-    """Name a shard file, e.g. edufineweb_train_000001.npy."""
-    return f"{dataset}_{split}_{index:06d}.npy"
-
-
 def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     """Check a folder of shards in milliseconds: manifest, tokenizer, names, sizes, dtype, largest id.
 
@@ -244,6 +239,20 @@ def document_ends(shard: Shard) -> np.ndarray:
         return read_document_ends(shard.index.layout, path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore the file") from error
+
+
+def document_marks(shard: Shard, end_of_text: int | None) -> np.ndarray:
+    """Return the places of an id in a shard, in tokens from its beginning; reads every token once.
+
+    Where it has an index of its documents, the places of their last tokens; without either, none.
+
+    Raises: DataError if the shard is gone or shorter than it was.
+    """
+    import numpy as np
+
+    if shard.index is not None:
+        return document_ends(shard) - 1
+    return np.flatnonzero([] if end_of_text is None else shard.map_ids() == end_of_text)
 
 
 def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:

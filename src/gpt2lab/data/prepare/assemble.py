@@ -17,7 +17,7 @@ from gpt2lab.data.manifest import FORMAT, MANIFEST, SPLITS, read_manifest, write
 from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
-from gpt2lab.data.shards import open_shard, shard_name
+from gpt2lab.data.shards import open_shard
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import (
     COUNT,
@@ -234,7 +234,7 @@ def _link(
     """Give training shards their place in `folder` and their number; return their entries of the manifest."""
     files = []
     for number, run in enumerate(listed):
-        name = shard_name(dataset, "train", number)
+        name = f"{dataset}_train_{number:06d}.npy"
         if len(run) == 1:
             ((path, file),) = run
             _link_or_copy(path, folder / name)

@@ -414,14 +414,11 @@ def _parsed(line: bytes) -> object:
 def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:
     import pyarrow.parquet as pq
 
-    try:
-        with _open_raw(share) as raw, pq.ParquetFile(raw) as file:
-            columns = [
-                facts.column(number)
-                for facts in map(file.metadata.row_group, range(file.num_row_groups))
-                for number in range(facts.num_columns)
-            ]
-    except _damage(share):
-        return 1.0
+    with _open_raw(share) as raw, pq.ParquetFile(raw) as file:
+        columns = [
+            facts.column(number)
+            for facts in map(file.metadata.row_group, range(file.num_row_groups))
+            for number in range(facts.num_columns)
+        ]
     held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_column)
     return held / max(1, share.file.size)

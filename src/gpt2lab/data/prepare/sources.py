@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
-from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
 
@@ -38,9 +38,10 @@ class TextSource:
 
     @property
     def identity(self) -> str:
-        """Identifies the documents as far as possible before they are read."""
+        """Identifies the documents as far as possible before they are read: a hash of the files' names and sizes."""
         at = f", revision {self.revision}" if self.revision else ""
-        return f"{identity_of(self.files)}, column {self.text_column}{at}"
+        listed = "".join(f"{file.name} {file.size}\n" for file in self.files)
+        return f"{hashlib.sha256(listed.encode()).hexdigest()}, column {self.text_column}{at}"
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -163,9 +164,9 @@ def _hugging_face(
             )
         raise DataError(" ".join(message.split())) from error
     pinned = _HUB_FILE.fullmatch(urls[0])
-    origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
-    origin += f", revision {pinned['revision']}" if pinned else ""
     revision = pinned["revision"] if pinned else None
+    origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
+    origin += f", revision {revision}" if revision else ""
     return TextSource(folder, dataset, origin, files, text_column, revision)
 
 
