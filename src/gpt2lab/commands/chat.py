@@ -15,6 +15,7 @@ from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
+from gpt2lab.runs.target import was_tuned
 from gpt2lab.tokenizers.chat_template import can_be_written
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(Talk, argv)
     completer = load(flags, flags.style)
     from gpt2lab.finetuning.chat import Chat  # torch
-    from gpt2lab.runs.target import was_tuned
 
     plain = False
     if not was_tuned(completer.target):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
+from gpt2lab.data.manifest import end_of_text_of
+from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
@@ -37,7 +39,6 @@ class Verify:
     def execute(self) -> int:
         """Name the damaged files and return the exit code."""
         from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.data.shards import open_data
         from gpt2lab.data.verify import NGRAM, compare_sources, measure_overlap, verify
 
         folder = paths.from_working_directory(self.folder)
@@ -174,8 +175,6 @@ def _size(folder: Path, manifest: dict[str, Any]) -> str:
 
 def _described(manifest: dict[str, Any]) -> str:
     """Say how the files of another program were taken: what was not typed can be checked here."""
-    from gpt2lab.data.manifest import end_of_text_of
-
     files = manifest["files"]
     count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}
     end = end_of_text_of(manifest)

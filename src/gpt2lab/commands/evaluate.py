@@ -19,16 +19,17 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
-from gpt2lab.evaluation.request import EvaluationRequest, require_gpu
-from gpt2lab.interop.tasks import TaskRequest
+from gpt2lab.evaluation import request as evaluation
+from gpt2lab.evaluation.request import EvaluationRequest, Subject
+from gpt2lab.evaluation.results import Results, write_results
+from gpt2lab.interop.tasks import TaskRequest, keep_tasks, measure_tasks, require_tasks
+from gpt2lab.runs import evaluations, history
 from gpt2lab.runs.console import doing, say
+from gpt2lab.runs.target import Target, find_target, is_run
 
 if TYPE_CHECKING:
-    from gpt2lab.evaluation.request import Subject
-    from gpt2lab.evaluation.results import Results
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
-    from gpt2lab.runs.target import Target
 
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
@@ -93,19 +94,16 @@ def evaluate(
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
-    from gpt2lab.interop.tasks import require_tasks
-    from gpt2lab.runs.target import find_target
 
     def find() -> Target:
         return find_target(request.target, paths.runs_folder(request.checkpoint_dir))
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None
-    require_gpu(request.device)
+    evaluation.require_gpu(request.device)
     if tasks is not None:
         require_tasks(tasks)
     from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.evaluation.request import load_subject
     from gpt2lab.evaluation.validation import NUMBERS
 
     runtime = Runtime()
@@ -118,7 +116,7 @@ def evaluate(
         conversations = runtime.on_rank_zero(lambda: _held_out(target, settings))
     has_shards = request.val is not None or (conversations is None and not has_others)
     _check(request, target, conversations, eval_generate, has_shards, save)
-    subject = load_subject(request, target, settings, runtime)
+    subject = evaluation.load_subject(request, target, settings, runtime)
     numbers = {
         "target": str(subject.target.folder),
         "step": subject.step,
@@ -138,9 +136,8 @@ def evaluate(
             )
     if request.hellaswag:
         from gpt2lab.evaluation.hellaswag import summarize
-        from gpt2lab.evaluation.request import measure_hellaswag
 
-        items = found.items[Path("hellaswag.npz")] = measure_hellaswag(subject)
+        items = found.items[Path("hellaswag.npz")] = evaluation.measure_hellaswag(subject)
         found.numbers["hellaswag"] = summarize(items)
     if tasks is not None:
         _add_tasks(found, subject, tasks)
@@ -171,7 +168,6 @@ def _check(
 ) -> None:
     """Reject what cannot be measured of this target, or not kept anywhere."""
     from gpt2lab.finetuning.evaluation import require_rouge
-    from gpt2lab.runs.target import is_run
 
     if eval_generate:
         if conversations is None:
@@ -196,13 +192,12 @@ def _check(
 
 
 def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) -> None:
-    from gpt2lab.evaluation.request import measure_loss, open_shards
     from gpt2lab.finetuning.evaluation import AnswerLoss
     from gpt2lab.lab.token_losses import describe_losses
 
     data = None
     if conversations is not None:
-        loss = measure_loss(
+        loss = evaluation.measure_loss(
             subject,
             AnswerLoss(
                 conversations,
@@ -213,8 +208,8 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
             ),
         )
     else:
-        data, validation = subject.runtime.on_all_ranks(lambda: open_shards(subject))
-        loss = measure_loss(subject, validation)
+        data, validation = subject.runtime.on_all_ranks(lambda: evaluation.open_shards(subject))
+        loss = evaluation.measure_loss(subject, validation)
     found.numbers |= loss.numbers()
     found.items[Path("validation.npz")] = loss.results
     if data is not None and subject.request.keep_token_losses:
@@ -222,9 +217,6 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
 
 
 def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
-    from gpt2lab.interop.tasks import keep_tasks, measure_tasks
-    from gpt2lab.runs.evaluations import file_of
-
     target = subject.target
     measured = measure_tasks(
         tasks, target, subject.model, strategy=subject.strategy, runtime=subject.runtime
@@ -232,16 +224,16 @@ def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
     if measured is None:  # not rank 0
         return
     found.numbers["tasks"] = measured.numbers
-    found.items |= {file_of(Path("tasks"), name): one for name, one in measured.items.items()}
+    found.items |= {
+        evaluations.file_of(Path("tasks"), name): one for name, one in measured.items.items()
+    }
     if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
         found.warnings.append(problem)
 
 
 def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
     """Write the items to `save`; the losses of single tokens there too, else into the run."""
-    from gpt2lab.evaluation.results import write_results
     from gpt2lab.lab.token_losses import LOSSES, write_token_losses
-    from gpt2lab.runs import evaluations, history
 
     if save is not None:
         for name, results in found.items.items():

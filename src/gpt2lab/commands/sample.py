@@ -9,17 +9,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation.completion import SamplingParams, check_sampling
+from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling, complete_file
 from gpt2lab.runs.console import doing, say
-
-if TYPE_CHECKING:
-    from gpt2lab.evaluation.completion import Completer
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
     completer = load(flags, flags.style)
     if flags.batch is not None:
-        from gpt2lab.evaluation.completion import complete_file
-
         source, out = map(paths.from_working_directory, (flags.batch, flags.out))
         complete_file(completer, source, out, num_samples=flags.num_samples)
     elif flags.prompt is None:
@@ -76,14 +71,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load(flags: Any, style: SamplingParams) -> "Completer":
+def load(flags: Any, style: SamplingParams) -> Completer:
     """Load the model that the flags of sample, chat or serve name, and print its warnings.
 
     Raises: ConfigError, CheckpointError.
     """
     check_sampling(style)
-    from gpt2lab.evaluation.completion import Completer
-
     completer = Completer(
         flags.target,
         checkpoint_dir=paths.runs_folder(flags.checkpoint_dir),
@@ -108,7 +101,7 @@ def typed_lines() -> Iterator[str]:
         yield line
 
 
-def _converse(completer: "Completer", num_samples: int) -> None:
+def _converse(completer: Completer, num_samples: int) -> None:
     number = 0
     for line in typed_lines():
         prompt = line.rstrip("\n")
@@ -125,7 +118,7 @@ def _converse(completer: "Completer", num_samples: int) -> None:
 
 
 def _print_as_drawn(
-    completer: "Completer", prompt: str, ids: list[int], *, number: int = 0, place: int = 0
+    completer: Completer, prompt: str, ids: list[int], *, number: int = 0, place: int = 0
 ) -> None:
     print(prompt, end="", flush=True)
     for text in completer.stream(ids, number=number, place=place):

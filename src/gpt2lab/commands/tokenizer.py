@@ -13,8 +13,10 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
+from gpt2lab.tokenizers.gpt2 import CUTS
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import TOKENIZER
+from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
+from gpt2lab.tokenizers.plain import BYTES, characters_of
 
 _MOST_IDS = 10_000_000  # the library allocates memory for all of them first, and aborts without it
 _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
@@ -53,8 +55,6 @@ class Train:
         from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.bpe import train_bpe
-        from gpt2lab.tokenizers.gpt2 import CUTS
-        from gpt2lab.tokenizers.plain import BYTES, characters_of
 
         out = paths.from_working_directory(self.out)
         if out.exists():
@@ -107,8 +107,6 @@ class Show:
         """Print a row for each."""
         from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.tokenizers.gpt2 import CUTS
-        from gpt2lab.tokenizers.opening import open_tokenizer
 
         if not self.tokenizers:
             raise ConfigError(f"show: no tokenizer given: {TOKENIZER}")

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib import format as npy
 
 from gpt2lab import paths
 from gpt2lab.data.manifest import (
@@ -35,9 +38,6 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 from gpt2lab.tokenizers.plain import BYTES
-
-if TYPE_CHECKING:
-    import numpy as np
 
 IndexLayout = Literal["datatrove", "megatron"]
 JOURNAL = "progress.json"  # of a preparation that has not ended
@@ -84,8 +84,6 @@ class Shard:
 
         Raises: DataError.
         """
-        import numpy as np
-
         if not self.tokens:
             return np.empty(0, self.dtype)
         try:
@@ -248,8 +246,6 @@ def document_marks(shard: Shard, end_of_text: int | None) -> np.ndarray:
 
     Raises: DataError if the shard is gone or shorter than it was.
     """
-    import numpy as np
-
     if shard.index is not None:
         return document_ends(shard) - 1
     return np.flatnonzero([] if end_of_text is None else shard.map_ids() == end_of_text)
@@ -260,8 +256,6 @@ def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     if layout == "datatrove":
         ends = read_datatrove_index(index)
     else:
@@ -275,8 +269,6 @@ def read_datatrove_index(path: Path) -> np.ndarray:
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     size = path.stat().st_size
     if size % 8:
         raise DataError(
@@ -297,8 +289,6 @@ def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.nda
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     size = index.stat().st_size
     with open_regular(index, follow=True) as file:
         head = file.read(_MEGATRON_HEADER.size)
@@ -339,8 +329,6 @@ def looks_32_bit(path: Path, offset: int = 0) -> bool:
 
     The upper half of an id is at most 15 in vocabularies of up to a million.
     """
-    import numpy as np
-
     with open_regular(path, follow=True) as file:
         file.seek(offset)
         sample = file.read(_SAMPLE_BYTES)
@@ -353,8 +341,6 @@ def open_shard(path: Path) -> Shard:
 
     Raises: DataError if it is missing, truncated, not one-dimensional or not uint16 or uint32.
     """
-    from numpy.lib import format as npy  # numpy only where shards are really opened
-
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
@@ -398,8 +384,6 @@ def measure_shard(
     `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `text_bytes` is None without a
     tokenizer, and where an id is not the tokenizer's. `watch` is given all ids in order.
     """
-    import numpy as np
-
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
     width = ID_BYTES[dtype]
     lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
