@@ -165,7 +165,7 @@ def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) 
     for split, parts in splits.items():
         write_raw(folder / f"{split}.tokens", joined(parts), kind="I", head=b"made up header 6")
     return ImportOptions(
-        layout="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
+        format="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
     )
 
 

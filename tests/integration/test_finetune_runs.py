@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
 from gpt2lab.commands.command_line import TUNING_DEFAULTS
-from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_as_text as describe_tokens
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.commands.preflight import preflight
-from gpt2lab.commands.resume_command import plan_continuation, write
+from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.config.settings import to_flat
@@ -148,11 +148,8 @@ def test_each_program_continues_its_own_runs(folder, tmp_path):
     flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
     with pytest.raises(ConfigError, match=r"run whole was begun by gpt2lab finetune; continue it"):
         pretrain(parse(flags))
-    plan = plan_continuation(
-        str(folder / "runs" / "whole"),
-        num_gpus=2,
-        argv=["--max_steps=9", "--allow_change=max_steps"],
-    )
+    flags = ResumeCommand(str(folder / "runs" / "whole"), num_gpus=2)
+    plan = plan_continuation(flags, ["--max_steps=9", "--allow_change=max_steps"])
     assert "--nproc_per_node=2" in write(plan, output="command")
     assert "src/finetune.py --resume latest" in write(plan, output="command")
 

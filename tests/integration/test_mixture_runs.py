@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import launch
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import DataConfig
 from gpt2lab.config.settings import override

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_as_text as describe_tokens
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.manifest import write_manifest

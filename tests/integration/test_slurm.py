@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.commands.resume_command import plan_continuation, write
+from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
 from whole_run import Run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -114,7 +114,7 @@ def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
     run = Run(tiny_data, here / "runs", "--max_steps=4000", "--checkpoint_freq=0", "--eval_freq=0")
     run.train("--stop_after_steps=2")
     job = submit(
-        slurm, write(plan_continuation(str(run.path), num_gpus=None, argv=[]), output="slurm"), here
+        slurm, write(plan_continuation(ResumeCommand(str(run.path))), output="slurm"), here
     )
     before = 2
     show = ["scontrol", "show", "job", job]
@@ -139,7 +139,7 @@ def test_a_job_ends_with_the_run(slurm, tiny_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(tiny_data, tmp_path / "runs", "--max_steps=6")
     run.train("--stop_after_steps=2")
-    found = plan_continuation(str(run.path), num_gpus=None, argv=[])
+    found = plan_continuation(ResumeCommand(str(run.path)))
     job = submit(slurm, write(found, output="slurm"), tmp_path)
     wait_for(slurm, ["scontrol", "show", "job", job], "JobState=COMPLETED")
     assert run.status()["state"] == "completed"

@@ -41,7 +41,7 @@ LATE = {
     "commands.dry_run",
 }
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.
-COMPUTING = {"commands.preflight", "commands.trials", "commands.import_checkpoint"}
+COMPUTING = {"commands.preflight"}
 # What stands before the layers: the API, whose names are imported when they are used, and the entry points.
 ENTRANCES = {"", "__main__", "train", "finetune"}
 HEAVY = {

@@ -102,10 +102,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: Ablate) -> None:
-    """Reject values that mean nothing.
-
-    Raises: ConfigError.
-    """
     if not 0 < flags.smallest_difference < math.inf:
         raise ConfigError(
             f"--smallest_difference {flags.smallest_difference:g} must be a number above 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from gpt2lab import fmt
 from gpt2lab.commands.command_line import Actions, action_words, names_of_flags, parse
+from gpt2lab.commands.parser import name_of
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list
 from gpt2lab.errors import ConfigError, DataError
@@ -29,21 +31,16 @@ def take_grid(
     words: list[str] = []
     shared: list[str] = []
     grid: dict[str, list[str]] = {}
-    place = 0
-    while place < len(argv):
-        word = argv[place]
-        place += 1
-        name = word[2:].partition("=")[0].replace("-", "_")
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name = name_of(word)
         if word[:2] != "--" or name in own:
             words.append(word)
             continue
-        most = _words_of(name, own)
-        begin = place
-        while place < len(argv) and argv[place][:2] != "--" and "=" not in word:
-            if place - begin == most:
-                break
-            place += 1
-        values = list(argv[begin:place])
+        most, following = _words_of(name, own), [] if "=" in word else rest
+        values = list(itertools.takewhile(lambda one: one[:2] != "--", following))[:most]
+        del rest[: len(values)]
         if len(values) > 1 and not is_list(name):
             grid[name] = values
         else:
@@ -52,10 +49,7 @@ def take_grid(
 
 
 def _words_of(name: str, own: Collection[str]) -> int | None:
-    """Return the largest number of words that a flag of the trainer takes; None: any number, which makes a grid.
-
-    Raises: ConfigError if the trainer has no such flag.
-    """
+    """Return the largest number of words that a flag of the trainer takes; None: any number, which makes a grid."""
     if name in LEAVES:
         return 0 if LEAVES[name][1].type == "bool" else None
     if name in Actions.__dataclass_fields__:

@@ -15,6 +15,8 @@ from gpt2lab.config.settings import to_flat, wrong_flags
 from gpt2lab.config.settings_file import read_dict, read_file, read_values
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
+from gpt2lab.runs import history
+from gpt2lab.runs.target import find_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,8 +142,6 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """All settings by the names of their flags."""
-        from gpt2lab.runs import history
-
         return to_flat(history.read_config(self.folder))
 
     def metrics(self, kind: str = "step") -> list[dict[str, Any]]:
@@ -151,8 +151,6 @@ class Run:
 
         Raises: ConfigError for a kind that does not exist.
         """
-        from gpt2lab.runs import history
-
         log = history.read_log(self.folder)
         events = log.current_steps() if kind == "step" else log.current(kind).values()
         found = [dict(event) for event in events]
@@ -170,8 +168,6 @@ def open_run(name: str | Path, *, checkpoint_dir: str | Path | None = None) -> R
 
     Raises: ConfigError if there is none.
     """
-    from gpt2lab.runs.target import find_run
-
     return Run(find_run(str(name), _path(checkpoint_dir)))
 
 
@@ -256,10 +252,7 @@ def _as_path(value: str | Path) -> Path:
 
 
 def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
-    """Reject what is no flag of a verb, or has another type than its flag.
-
-    Raises: ConfigError, with the nearest name of an unknown one.
-    """
+    """Reject what is no flag of a verb, or has another type than its flag."""
     known = {field.name for field in dataclasses.fields(target)}
     for name in sorted(flags.keys() - known):
         hint = fmt.did_you_mean(name, known, f"gpt2lab {verb} --help-all lists them")

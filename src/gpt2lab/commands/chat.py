@@ -15,12 +15,13 @@ from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
+from gpt2lab.runs.target import was_tuned
 from gpt2lab.tokenizers.chat_template import can_be_written
 
 if TYPE_CHECKING:
     from gpt2lab.finetuning.chat import Chat
 
-HELP = "/reset clears the conversation, /quit ends"
+_HELP = "/reset clears the conversation, /quit ends"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(Talk, argv)
     completer = load(flags, flags.style)
     from gpt2lab.finetuning.chat import Chat  # torch
-    from gpt2lab.runs.target import was_tuned
 
     plain = False
     if not was_tuned(completer.target):
@@ -50,25 +50,21 @@ def main(argv: list[str]) -> int:
         how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
         say(
             f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
-            f"mean little; see gpt2lab finetune",
+            f"mean little; see gpt2lab finetune"
         )
-    say(HELP)
-    _converse(Chat(completer, plain, flags.system.strip()))
-    return 0
-
-
-def _converse(chat: "Chat") -> None:
-    """Answer each line of the input, printing the answer as it is generated."""
+    say(_HELP)
+    chat = Chat(completer, plain, flags.system.strip())
     for line in typed_lines():
         text = line.strip()
         if text == "/quit":
-            return
+            break
         if text == "/reset":
             chat.reset()
         elif text.startswith("/"):
-            say(HELP)
+            say(_HELP)
         elif text:
             _answer(chat, text)
+    return 0
 
 
 def _answer(chat: "Chat", text: str) -> None:
@@ -81,6 +77,4 @@ def _answer(chat: "Chat", text: str) -> None:
         return
     print()
     if dropped := before + 2 - len(chat.turns):
-        say(
-            f"({dropped // 2} earlier exchanges did not fit into the context and were dropped)",
-        )
+        say(f"({dropped // 2} earlier exchanges did not fit into the context and were dropped)")

@@ -15,12 +15,7 @@ from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import PRESETS
 from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
-from gpt2lab.config.settings import (
-    LEAVES,
-    as_recorded,
-    both_set_length,
-    to_flat,
-)
+from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, to_flat
 from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
 from gpt2lab.errors import ConfigError
 
@@ -289,14 +284,12 @@ def _reject_idle_actions(actions: Actions) -> None:
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
-    """Answer a flag that the trainer does not know."""
     owner = "finetune" if name in TUNING else "pretrain" if name in _PRETRAINING else None
     belongs = f"it belongs to {PROGRAMS[owner]}" if owner else None
     return answer(name) or belongs or unknown_flag(name, known)
 
 
 def _elsewhere(name: str, value: str) -> str | None:
-    """Answer a value that a setting has in another program."""
     if name == "model" and value.startswith("hf:"):
         return f"weights of the Hub are --init_from {value}"
     return answer_value(name, value)

@@ -69,10 +69,6 @@ def main(argv: list[str]) -> int:
 
 
 def _compare_groups(flags: Compare, folder: Path) -> int:
-    """Compare two groups of runs and print.
-
-    Raises: ConfigError.
-    """
     from gpt2lab.lab import compare
 
     if flags.explain:

@@ -10,13 +10,18 @@ gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
+from gpt2lab.data.manifest import end_of_text_of
+from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
-from gpt2lab.tokenizers.opening import TOKENIZER
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
+
+if TYPE_CHECKING:
+    from gpt2lab.lab.step_tokens import StepTokens
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,6 @@ class Verify:
     def execute(self) -> int:
         """Name the damaged files and return the exit code."""
         from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.data.shards import open_data
         from gpt2lab.data.verify import NGRAM, compare_sources, measure_overlap, verify
 
         folder = paths.from_working_directory(self.folder)
@@ -80,17 +84,16 @@ class Show:
 
     def execute(self) -> int:
         """Print the tokens."""
-        from gpt2lab.commands import data_show
         from gpt2lab.runs.target import find_run
 
         run_dir = find_run(self.run, self.checkpoint_dir)
-        tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
-        print(data_show.tokens_as_text(run_dir, tokens, as_text=self.text))
+        tokens = tokens_of_step(run_dir, self.step, self.data_dir)
+        print(tokens_as_text(run_dir, tokens, as_text=self.text))
         return 0
 
 
 @dataclass(frozen=True)
-class Import:
+class Import(ImportOptions):
     """Write shards.json for token files of another program, read in place.
 
     Read are .npy, .bin of llm.c and modded-nanogpt, datatrove's .ds, Megatron's .bin and .idx, and nanoGPT's .bin.
@@ -98,48 +101,12 @@ class Import:
 
     folder: Path = argument("folder of token files")
     out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
-    tokenizer: str | None = option(
-        None,
-        f"unknown | {TOKENIZER}; default: the one that the files record, gpt2 for .npy and nanoGPT's",
-    )
-    end_token: str | None = option(
-        None, "end-of-text token of a tokenizer.json, where that names none"
-    )
-    val_files: tuple[str, ...] = option(
-        (),
-        "names of the validation files, such as '00000_*.ds'; default those with val in the name",
-    )
-    train_files: tuple[str, ...] = option((), "names of the training files; default all others")
-    end_of_text: Literal["before", "after", "none"] | None = option(
-        None, "position of the end-of-text id relative to its document; default: the format's"
-    )
-    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
-    format: Literal["npy", "llm.c", "datatrove", "megatron", "raw"] | None = option(
-        None, "default by the name and the first bytes; raw: ids without a header"
-    )
-    dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
-        None, "type of the ids if the files do not record it; default uint16"
-    )
-    offset: int = option(0, "bytes before the first id of raw files", least=0)
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.interop.import_shards import ImportOptions, import_folder
-
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
-        wanted = ImportOptions(
-            layout=self.format,
-            dtype=self.dtype,
-            offset=self.offset,
-            tokenizer=self.tokenizer,
-            end_token=self.end_token,
-            end_of_text=self.end_of_text,
-            end_of_text_id=self.end_of_text_id,
-            train_files=self.train_files,
-            val_files=self.val_files,
-        )
-        manifest = import_folder(folder, wanted, out)
+        manifest = import_folder(folder, self, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 
@@ -170,8 +137,34 @@ def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: Verify | Stats | Show | Import | Merge = parse_flags(VERBS, argv, others=within("data"))
-    return verb.execute()
+    return int(parse_flags(VERBS, argv, others=within("data")).execute())
+
+
+def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> "StepTokens":
+    """Return what update number `step` of a run trained on; see `lab.step_tokens`."""
+    from gpt2lab.commands.train import recipe_of
+    from gpt2lab.lab import step_tokens
+
+    return step_tokens.tokens_of_step(run_dir, step, recipe_of(run_dir), data_dir)
+
+
+def tokens_as_text(run_dir: Path, tokens: "StepTokens", *, as_text: bool) -> str:
+    """Print the windows in sample order, as ids or as text, each with its place."""
+    tokenizer = tokens.tokenizer
+    if as_text and tokenizer is None:
+        raise ConfigError(
+            f"--text: the tokenizer of {run_dir.name}'s data is not known; leave it out"
+        )
+    count, width = tokens.windows.shape
+    lines = [
+        f"step {tokens.step} of {paths.display_path(run_dir)}: epoch {tokens.epoch}, {count} windows "
+        f"of {width - 1} + 1 tokens, batch_hash {tokens.hash} as logged"
+    ]
+    for row, place in enumerate(tokens.places):
+        lines.append(f"--- sample {tokens.first_sample + row}: {place}")
+        ids = tokens.windows[row].tolist()
+        lines.append(tokenizer.decode(ids) if as_text and tokenizer else " ".join(map(str, ids)))
+    return "\n".join(lines)
 
 
 def _size(folder: Path, manifest: dict[str, Any]) -> str:
@@ -182,8 +175,6 @@ def _size(folder: Path, manifest: dict[str, Any]) -> str:
 
 def _described(manifest: dict[str, Any]) -> str:
     """Say how the files of another program were taken: what was not typed can be checked here."""
-    from gpt2lab.data.manifest import end_of_text_of
-
     files = manifest["files"]
     count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}
     end = end_of_text_of(manifest)

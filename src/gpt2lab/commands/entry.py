@@ -33,6 +33,7 @@ from gpt2lab.paths import LAUNCHED
 from gpt2lab.runs import console
 from gpt2lab.training.stop import end_at_once
 
+_CODE_FILE = "GPT2LAB_EXIT_CODE_FILE"
 _LOOK_SECONDS = 0.5  # between two looks whether a command has been silent
 _LAST = {"printed": 0.0, "shown": 0}  # moment of the last output; width of the line on a terminal
 
@@ -55,7 +56,9 @@ def run(main: Callable[[list[str]], int]) -> int:
                 _escape_controls(stream)
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, _interrupt)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (path := _code_file()):
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
+        path := os.environ.get(_CODE_FILE)
+    ):
         # torchrun began again: what ended the workers before counts no more.
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
@@ -174,13 +177,9 @@ def _tell_script(error: GPT2LabError) -> None:
     1 makes it start again. Only a folder in use says so: a rank with 1 may have a peer with a reason of its own.
     """
     code = 1 if isinstance(error, InUseError) else error.exit_code
-    if (code != 1 or isinstance(error, InUseError)) and (path := _code_file()):
+    if (code != 1 or isinstance(error, InUseError)) and (path := os.environ.get(_CODE_FILE)):
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{code}\n")
-
-
-def _code_file() -> str | None:
-    return os.environ.get("GPT2LAB_EXIT_CODE_FILE")
 
 
 def _tell_launcher(
@@ -207,9 +206,7 @@ def _leave(code: int) -> int:
     """Return the exit code; with a process group, end at once: no farewell to peers that may never come."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        from gpt2lab.runs.console import finish_stderr
-
         sys.stdout.flush()
-        finish_stderr()
+        console.finish_stderr()
         os._exit(code)
     return code

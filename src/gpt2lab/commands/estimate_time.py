@@ -88,10 +88,6 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
 
 
 def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
-    """Return the forecast of a run to come as JSON and as text, and the exit code.
-
-    Raises: GPT2LabError with its exit code.
-    """
     predictor = Predictor(request, known)
     now = time.time()
     begins, window = start_of(request, now), window_of(request, now)
@@ -181,7 +177,6 @@ def _warnings(found: Estimate) -> list[str]:
 
 
 def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
-    """Return the cards and links with their numbers, as JSON and as text."""
     everything = dataclasses.asdict(known)
     document = {name: everything[name] for name in ("version", "gpus", "links", "sources")}
 

@@ -10,81 +10,41 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import TARGET, argument, option
+from gpt2lab.config.flags import option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
-from gpt2lab.evaluation.request import EvaluationRequest, require_gpu
-from gpt2lab.interop.tasks import TaskRequest
+from gpt2lab.evaluation import request as evaluation
+from gpt2lab.evaluation.request import EvaluationRequest, Subject
+from gpt2lab.evaluation.results import Results, write_results
+from gpt2lab.interop.tasks import TaskRequest, keep_tasks, measure_tasks, require_tasks
+from gpt2lab.runs import evaluations, history
 from gpt2lab.runs.console import doing, say
+from gpt2lab.runs.target import Target, find_target, is_run
 
 if TYPE_CHECKING:
-    from gpt2lab.evaluation.request import Subject
-    from gpt2lab.evaluation.results import Results
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
-    from gpt2lab.runs.target import Target
 
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(TaskRequest, EvaluationRequest):
     """Evaluate a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: str = argument(TARGET)
-    hellaswag: bool = option(False, "score HellaSwag")
-    val: Path | None = option(
-        None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
-    )
-    val_tokens: int | None = option(
-        None, "validation tokens; default as the run, else 10,485,760", least=1
-    )
-    hellaswag_path: Path | None = option(None, "HellaSwag items; default the run's, or downloaded")
-    hellaswag_limit: int | None = option(
-        None,
-        "score a fixed random subset of N items, 0 = all; default as the run, else all",
-        least=0,
-    )
-    hellaswag_metrics: Literal["all", "harness", "tutorial"] | None = option(
-        None,
-        "harness = acc, acc_norm; tutorial = acc_token_norm; half the time each; default as the run, else all",
-    )
-    batch_size: int = option(
-        8, "validation windows per forward pass; only rounding depends on it", least=1
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option(
-        "auto", "matmul precision; auto = what the run trained in, else as in training"
-    )
     eval_generate: bool = option(
         False,
         "of a fine-tuned run: also generate answers to the held-out conversations, and compare them (ROUGE-L)",
     )
-    tasks: str | None = option(
-        None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
-    )
-    limit: int | None = option(None, "of each task only the first N items", least=1)
-    num_fewshot: int | None = option(
-        None, "examples before each item of a task; default: the task's own", least=0
-    )
-    tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
-    apply_chat_template: bool = option(
-        False, "put the tasks' prompts into the chat template of a fine-tuned run"
-    )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
-    keep_token_losses: bool = option(
-        False,
-        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR, or else in the run",
-    )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
 
@@ -107,20 +67,9 @@ def main(argv: list[str]) -> int:
         for name in ("val", "hellaswag_path", "save", "tasks_path")
         if (path := getattr(flags, name)) is not None
     }
-    flags = replace(flags, **typed, checkpoint_dir=paths.runs_folder(flags.checkpoint_dir))
-    request = EvaluationRequest(
-        **{f.name: getattr(flags, f.name) for f in fields(EvaluationRequest)}
-    )
-    tasks = None
-    if flags.tasks is not None:
-        tasks = TaskRequest(
-            flags.tasks,
-            limit=flags.limit,
-            num_fewshot=flags.num_fewshot,
-            tasks_path=flags.tasks_path,
-            apply_chat_template=flags.apply_chat_template,
-        )
-    numbers = evaluate(request, tasks, eval_generate=flags.eval_generate, save=flags.save)
+    flags = replace(flags, **typed)
+    tasks = flags if flags.tasks is not None else None
+    numbers = evaluate(flags, tasks, eval_generate=flags.eval_generate, save=flags.save)
     if numbers is not None:  # rank 0
         print(json.dumps(numbers) if flags.json else as_text(numbers))
     return 0
@@ -128,8 +77,6 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class _Findings:
-    """What was measured so far."""
-
     numbers: dict[str, Any]  # as --json prints them
     items: dict[Path, Results] = field(default_factory=dict)  # by the name of the file in --save
     token_losses: TokenLosses | None = None
@@ -147,19 +94,17 @@ def evaluate(
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
-    from gpt2lab.interop.tasks import require_tasks
-    from gpt2lab.runs.target import find_target
 
     def find() -> Target:
-        return find_target(request.target, request.checkpoint_dir)
+        return find_target(request.target, paths.runs_folder(request.checkpoint_dir))
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None
-    require_gpu(request.device)
+    evaluation.require_gpu(request.device)
     if tasks is not None:
         require_tasks(tasks)
     from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.evaluation.request import load_subject
+    from gpt2lab.evaluation.validation import NUMBERS
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(find)
@@ -171,8 +116,15 @@ def evaluate(
         conversations = runtime.on_rank_zero(lambda: _held_out(target, settings))
     has_shards = request.val is not None or (conversations is None and not has_others)
     _check(request, target, conversations, eval_generate, has_shards, save)
-    subject = load_subject(request, target, settings, runtime)
-    found = _begin(subject)
+    subject = evaluation.load_subject(request, target, settings, runtime)
+    numbers = {
+        "target": str(subject.target.folder),
+        "step": subject.step,
+        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
+        "dtype": subject.dtype,
+        "device": subject.runtime.device.type,
+    }
+    found = _Findings(numbers, warnings=[*subject.target.warnings])
     if has_shards or conversations is not None:
         _add_loss(found, subject, conversations)
     if eval_generate and conversations is not None:
@@ -184,9 +136,8 @@ def evaluate(
             )
     if request.hellaswag:
         from gpt2lab.evaluation.hellaswag import summarize
-        from gpt2lab.evaluation.request import measure_hellaswag
 
-        items = found.items[Path("hellaswag.npz")] = measure_hellaswag(subject)
+        items = found.items[Path("hellaswag.npz")] = evaluation.measure_hellaswag(subject)
         found.numbers["hellaswag"] = summarize(items)
     if tasks is not None:
         _add_tasks(found, subject, tasks)
@@ -215,12 +166,8 @@ def _check(
     has_shards: bool,
     save: Path | None,
 ) -> None:
-    """Reject what cannot be measured of this target, or not kept anywhere.
-
-    Raises: ConfigError.
-    """
+    """Reject what cannot be measured of this target, or not kept anywhere."""
     from gpt2lab.finetuning.evaluation import require_rouge
-    from gpt2lab.runs.target import is_run
 
     if eval_generate:
         if conversations is None:
@@ -244,29 +191,13 @@ def _check(
         )
 
 
-def _begin(subject: Subject) -> _Findings:
-    """Return the numbers with null for what is not measured."""
-    from gpt2lab.evaluation.validation import NUMBERS
-
-    numbers = {
-        "target": str(subject.target.folder),
-        "step": subject.step,
-        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
-        "dtype": subject.dtype,
-        "device": subject.runtime.device.type,
-    }
-    return _Findings(numbers, warnings=[*subject.target.warnings])
-
-
 def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) -> None:
-    """Measure the loss on held-out conversations, or on token shards."""
-    from gpt2lab.evaluation.request import measure_loss, open_shards
     from gpt2lab.finetuning.evaluation import AnswerLoss
     from gpt2lab.lab.token_losses import describe_losses
 
     data = None
     if conversations is not None:
-        loss = measure_loss(
+        loss = evaluation.measure_loss(
             subject,
             AnswerLoss(
                 conversations,
@@ -277,8 +208,8 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
             ),
         )
     else:
-        data, validation = subject.runtime.on_all_ranks(lambda: open_shards(subject))
-        loss = measure_loss(subject, validation)
+        data, validation = subject.runtime.on_all_ranks(lambda: evaluation.open_shards(subject))
+        loss = evaluation.measure_loss(subject, validation)
     found.numbers |= loss.numbers()
     found.items[Path("validation.npz")] = loss.results
     if data is not None and subject.request.keep_token_losses:
@@ -286,10 +217,6 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
 
 
 def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
-    """Measure the tasks of lm-eval, and keep their numbers in the run."""
-    from gpt2lab.interop.tasks import keep_tasks, measure_tasks
-    from gpt2lab.runs.evaluations import file_of
-
     target = subject.target
     measured = measure_tasks(
         tasks, target, subject.model, strategy=subject.strategy, runtime=subject.runtime
@@ -297,19 +224,16 @@ def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
     if measured is None:  # not rank 0
         return
     found.numbers["tasks"] = measured.numbers
-    found.items |= {file_of(Path("tasks"), name): one for name, one in measured.items.items()}
+    found.items |= {
+        evaluations.file_of(Path("tasks"), name): one for name, one in measured.items.items()
+    }
     if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
         found.warnings.append(problem)
 
 
 def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
-    """Write the items to `save`; the losses of single tokens there too, else into the run.
-
-    Raises: SaveError.
-    """
-    from gpt2lab.evaluation.results import write_results
+    """Write the items to `save`; the losses of single tokens there too, else into the run."""
     from gpt2lab.lab.token_losses import LOSSES, write_token_losses
-    from gpt2lab.runs import evaluations, history
 
     if save is not None:
         for name, results in found.items.items():

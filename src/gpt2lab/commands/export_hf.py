@@ -8,14 +8,14 @@ gpt2lab export latest --format gguf --dtype q8_0 --out latest.gguf
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
-from gpt2lab.runs.target import Target, find_target
+from gpt2lab.runs.target import find_target
 
 # The types of the weights that each format has; the first is the default.
 _DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16", "q8_0")}
@@ -46,9 +46,19 @@ class Export:
 def main(argv: list[str]) -> int:
     """Export, check and print."""
     flags = parse_flags(Export, argv)
-    _check(flags)
+    shard_bytes = _check(flags)
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
-    found, warnings = _export(flags, target, paths.from_working_directory(flags.out))
+    out, dtype = paths.from_working_directory(flags.out), flags.dtype
+    if flags.format == "gguf":  # torch comes from here on, so a wrong name does not wait for it
+        from gpt2lab.interop.gguf_file import export_gguf
+
+        found, warnings = export_gguf(target, out=out, dtype=dtype)
+    else:
+        from gpt2lab.interop.export import export
+
+        found, warnings = export(
+            target, out=out, dtype=dtype, push_to_hub=flags.push_to_hub, shard_bytes=shard_bytes
+        )
     for warning in warnings:
         say(f"warning: {warning}")
     whose = (
@@ -63,11 +73,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _check(flags: Export) -> None:
-    """Reject flags that do not go together.
-
-    Raises: ConfigError.
-    """
+def _check(flags: Export) -> int:
+    """Reject flags that do not go together; return the largest size of a file."""
     if flags.dtype not in _DTYPES[flags.format]:
         raise ConfigError(
             f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"
@@ -75,32 +82,12 @@ def _check(flags: Export) -> None:
     for name in ("max_shard_size", "push_to_hub"):
         if flags.format == "gguf" and getattr(flags, name) is not None:
             raise ConfigError(f"--{name} is for --format transformers; leave it out")
-    _shard_bytes(flags)
-
-
-def _shard_bytes(flags: Export) -> int | None:
-    """Return the largest size of a file that was typed, None if none was."""
-    if flags.max_shard_size is None:
-        return None
     try:
-        found = fmt.parse_bytes(flags.max_shard_size)
+        shard_bytes = fmt.parse_bytes(
+            "5GB" if flags.max_shard_size is None else flags.max_shard_size
+        )
     except ValueError as error:
         raise ConfigError(f"--max_shard_size {error}") from error
-    if found < 1:
+    if shard_bytes < 1:
         raise ConfigError(f"--max_shard_size {flags.max_shard_size} must be above 0")
-    return found
-
-
-def _export(flags: Export, target: Target, out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Write the format; torch is imported only here, so a wrong name does not wait for it."""
-    dtype: Any = flags.dtype  # one that the format has
-    if flags.format == "gguf":
-        from gpt2lab.interop.gguf_file import export_gguf
-
-        return export_gguf(target, out=out, dtype=dtype)
-    from gpt2lab.interop.export import SHARD_BYTES, export
-
-    shard_bytes = _shard_bytes(flags) or SHARD_BYTES
-    return export(
-        target, out=out, dtype=dtype, push_to_hub=flags.push_to_hub, shard_bytes=shard_bytes
-    )
+    return shard_bytes

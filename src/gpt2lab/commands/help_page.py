@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,19 +26,19 @@ def asked(argv: list[str]) -> Literal["short", "long"] | None:
 
 
 def page(
-    name: str,
-    flags: Sequence[Flag],
-    about: str,
-    *,
-    everything: bool,
-    common: Collection[str] = (),
+    name: str, flags: Sequence[Flag], about: str, *, everything: bool, common: Collection[str] = ()
 ) -> str:
     """Return the help of a command that is called by `name`.
 
     `about`: what the command does, and examples. `common`: the flags of the short page; empty: all.
     """
     shown = sorted(flags, key=lambda flag: not flag.is_argument)
-    usage = " ".join(["usage:", name, *_arguments(shown), "[flags]"])
+    arguments = [
+        flag.shown if flag.is_required or flag.is_list else f"[{flag.shown}]"
+        for flag in shown
+        if flag.is_argument
+    ]
+    usage = " ".join(["usage:", name, *arguments, "[flags]"])
     lines = [usage, "", *_about(about)]
     if common and not everything:
         by_name = {flag.name: flag for flag in shown}
@@ -48,7 +48,8 @@ def page(
         lines += ["", *textwrap.wrap(section, _width())]
         for flag in shown:
             if not everything or flag.section == section:
-                lines.append(_row(_left(flag), _help(flag)))
+                left = "" if flag.is_argument else f" {_beside(flag)[0]}".rstrip()
+                lines.append(_row(flag.shown + left, _help(flag)))
     if len(shown) < len(flags):
         lines += ["", f"{name} --help-all: all {len(flags)} flags"]
     elif any(flag.is_switch for flag in shown):
@@ -60,9 +61,10 @@ def page_of_verbs(
     name: str, verbs: Mapping[str, type[Any]], about: str, *, others: Mapping[str, str]
 ) -> str:
     """Return the help of a command that takes one of several verbs; `others`: what verbs elsewhere do."""
-    rows = {verb: _first_line(target.__doc__) for verb, target in verbs.items()} | dict(others)
+    docs = {verb: (target.__doc__ or "").strip() for verb, target in verbs.items()}
+    rows = {verb: doc.partition("\n\n")[0].replace("\n", " ") for verb, doc in docs.items()}
     lines = [f"usage: {name} VERB [flags]", "", *_about(about), ""]
-    lines += [_row(verb, text) for verb, text in rows.items()]
+    lines += [_row(verb, text) for verb, text in {**rows, **others}.items()]
     return "\n".join([*lines, "", f"{name} VERB --help: its flags"])
 
 
@@ -76,18 +78,6 @@ def name_in(about: str) -> str:
     """Return the command that the examples of a description call."""
     called = re.search(r"^gpt2lab ([\w-]+)", about, flags=re.M)
     return called[0] if called else "gpt2lab"
-
-
-def _arguments(flags: Iterable[Flag]) -> list[str]:
-    return [
-        flag.shown if flag.is_required or flag.is_list else f"[{flag.shown}]"
-        for flag in flags
-        if flag.is_argument
-    ]
-
-
-def _left(flag: Flag) -> str:
-    return flag.shown if flag.is_argument else f"{flag.shown} {_beside(flag)[0]}".rstrip()
 
 
 def _beside(flag: Flag) -> tuple[str, bool]:
@@ -104,10 +94,8 @@ def _help(flag: Flag) -> str:
         text += f": {', '.join(flag.choices)}"
     given = flag.default if isinstance(flag.default, tuple) else (flag.default,)
     is_plain = flag.default not in (dataclasses.MISSING, None, False, (), "")
-    return (
-        f"{text} (default {' '.join(map(str, given))})" * (is_plain and "default" not in text)
-        or text
-    )
+    shows = is_plain and "default" not in text
+    return f"{text} (default {' '.join(map(str, given))})" if shows else text
 
 
 def _width() -> int:
@@ -122,10 +110,6 @@ def _row(name: str, help: str) -> str:
     )
     left = f"  {name}"
     return left.ljust(_COLUMN) + text[_COLUMN:] if len(left) < _COLUMN - 1 else f"{left}\n{text}"
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").strip().partition("\n\n")[0].replace("\n", " ")
 
 
 def _about(about: str) -> Iterator[str]:

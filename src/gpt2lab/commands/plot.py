@@ -1,9 +1,12 @@
-"""Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG.
+"""Show runs as pictures or as a page.
 
 gpt2lab plot latest
 gpt2lab plot latest gpt2-mini --x tokens --log xy --out compare.png
 gpt2lab plot --ablation checkpoints/ablation
 gpt2lab plot --ladder checkpoints/ladder
+gpt2lab report latest
+gpt2lab report latest --out report.html
+gpt2lab report latest gpt2-mini --out compare.html
 """
 
 from dataclasses import dataclass, fields
@@ -25,8 +28,7 @@ class Plot:
 
     runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
     out: Path | None = option(
-        None,
-        "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder",
+        None, "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder"
     )
     x: Literal["step", "tokens", "hours"] | None = option(
         None,
@@ -58,7 +60,7 @@ class Plot:
 
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
-    flags = parse_flags(Plot, argv)
+    flags = parse_flags(Plot, argv, name="gpt2lab plot")
     _check(flags)
     from gpt2lab.report import plots
 
@@ -90,10 +92,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: Plot) -> None:
-    """Reject flags that would be ignored.
-
-    Raises: ConfigError.
-    """
     leaves = [leaf.name for leaf in fields(flags)]
     given = [name for name in leaves if getattr(flags, name) not in (None, (), False)]
     for subject in (name for name in _INSTEAD if name in given):
@@ -115,3 +113,36 @@ def _draw_runs(flags: Plot, out: Path | None) -> Path:
     view = plots.View(flags.x or "step", flags.log)
     plots.draw([curves.read_curves(run) for run in folders], out, view, only_loss=flags.only_loss)
     return out
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a report: one HTML page with everything about a run, or about several, for any browser, without a network.
+
+    Several runs are shown with their curves together.
+    """
+
+    runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
+    out: Path | None = option(
+        None, "page to write; default, of a single run, report.html in its folder"
+    )
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+def report(argv: list[str]) -> int:
+    """Write the page and say where."""
+    flags = parse_flags(Report, argv, name="gpt2lab report")
+    from gpt2lab.report.page import write_report
+    from gpt2lab.runs.target import find_run
+
+    if not flags.runs:
+        raise ConfigError("which run? gpt2lab report RUN [RUN ...]; gpt2lab status lists them")
+    folders = [find_run(run, flags.checkpoint_dir) for run in flags.runs]
+    if len(folders) > 1 and flags.out is None:
+        raise ConfigError("several runs: say where to write with --out FILE.html")
+    out = paths.from_working_directory(flags.out) if flags.out else folders[0] / "report.html"
+    if out.suffix != ".html":
+        raise ConfigError(f"--out {out}: a page is written; let the name end in .html")
+    write_report(folders, out)
+    print(paths.display_path(out))
+    return 0

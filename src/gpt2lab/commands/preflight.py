@@ -1,13 +1,17 @@
 """`--preflight`: try everything that a run will need, in at most a minute, and answer GO or NO-GO.
 
-Nothing of the run is written. What the trainer would reject is a NO-GO; what it would only warn of is a warning.
+Nothing of the run is written; trials remove what they write. What the trainer would reject is a NO-GO; what it would
+only warn of is a warning.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,14 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.trials import DISK_BYTES, try_disk, try_network, try_step
 from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
+from gpt2lab.files import staged_file
+from gpt2lab.model.counts import flops_per_token
+from gpt2lab.optim.schedule import lr_at
 from gpt2lab.paths import LAUNCHED
 from gpt2lab.planner.auto import NOT_COUNTED, fitting_flag, memory_here
 from gpt2lab.training.components import Components
@@ -31,9 +39,16 @@ from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import GRACE, launcher_grace_seconds
+from gpt2lab.training.train_step import train_step
 
 _UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
+DISK_BYTES = 512 * 10**6  # most that is written
+STEP_TOKENS = 2048  # most that a process trains on
+NETWORK_BYTES = 32 * 2**20  # most that is added up at once
+_DISK_SECONDS = 10.0  # a slower disk is judged by what it wrote until then
+_CPU_FLOPS = 1e12  # on a CPU, so that the step takes seconds and not minutes
+_BLOCK = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,9 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         start = check_attention(start, model, runtime)
         components = build(start, runtime, model, recipe)
         began = time.monotonic()
-        batch = runtime.on_all_ranks(lambda: _first_batch(components))
+        loader = components.batches.loader
+        batch = runtime.on_all_ranks(lambda: loader.fetch(components.state.samples))
+        runtime.on_all_ranks(loader.reader.wait_until_verified)
         read_seconds = time.monotonic() - began
     except GPT2LabError as error:
         return [*checks, _rejected(error)]
@@ -164,30 +181,24 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     return Check("memory", "failed", f"{detail}; {fix}", numbers)
 
 
-def _first_batch(components: Components) -> GlobalBatch:
-    """Read the batch that the run would begin with, and check the shards it came from."""
-    batch = components.batches.loader.fetch(components.state.samples)
-    components.batches.loader.reader.wait_until_verified()
-    return batch
-
-
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
     try:
-        trial = try_step(start.config, components, batch, runtime, start.plan.max_steps)
+        tokens, own, loss, norm = try_step(
+            start.config, components, batch, runtime, start.plan.max_steps
+        )
     except torch.OutOfMemoryError as error:
         if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
             raise
         return Check("step", "failed", str(error).splitlines()[0])
-    trials = runtime.gather(trial)
-    seconds = [one.seconds for one in trials]
+    seconds = runtime.gather(own)
     share = start.plan.batch.tokens / runtime.world_size
-    full = max(seconds) * share / trial.tokens
-    numbers = {"tokens": trial.tokens, "seconds": seconds, "step_seconds": full}
+    full = max(seconds) * share / tokens
+    numbers = {"tokens": tokens, "seconds": seconds, "step_seconds": full}
     detail = (
-        f"forward, backward and update of {trial.tokens:,} tokens a rank in {max(seconds):.2f} s "
-        f"(uncompiled), loss {trial.loss:.3f}: about {_seconds(full)} a step"
+        f"forward, backward and update of {tokens:,} tokens a rank in {max(seconds):.2f} s "
+        f"(uncompiled), loss {loss:.3f}: about {_seconds(full)} a step"
     )
-    if not math.isfinite(trial.loss) or not math.isfinite(trial.grad_norm):
+    if not math.isfinite(loss) or not math.isfinite(norm):
         return Check("step", "failed", f"{detail}; loss or gradient is not finite", numbers)
     return Check("step", "ok", detail, numbers)
 
@@ -197,13 +208,14 @@ def _seconds(number: float) -> str:
 
 
 def _network(start: Start, runtime: Runtime) -> Check:
-    trials = runtime.gather(try_network(runtime, 4 * start.plan.parameters))
-    latencies = [one.latency_seconds for one in trials]
-    rates = [one.bytes_per_second for one in trials]
-    gradient = 4 * start.plan.parameters / min(rates)
+    gradient_bytes = 4 * start.plan.parameters
+    num_bytes = min(gradient_bytes, NETWORK_BYTES)
+    trials = runtime.gather(try_network(runtime, num_bytes))
+    latencies, rates = ([one[i] for one in trials] for i in (0, 1))
+    gradient = gradient_bytes / min(rates)
     slowest = rates.index(min(rates))
     detail = (
-        f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(trials[0].num_bytes)} "
+        f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(num_bytes)} "
         f"{fmt.num_bytes(min(rates))}/s (rank {slowest}, the slowest): {gradient:.2f} s for a step's gradient"
     )
     numbers = {"latency_seconds": latencies, "bytes_per_second": rates}
@@ -282,3 +294,100 @@ def _print(checks: list[Check], failed: list[str], command: str, *, as_json: boo
     for check in checks:
         print(f"{check.name:<{width}}  {check.result:<7}  {check.detail}")
     print(f"NO-GO: {', '.join(failed)}" if failed else f"GO: {command}")
+
+
+@dataclass(frozen=True)
+class DiskTrial:
+    """How fast a disk took and gave back what a checkpoint's files are made of."""
+
+    num_bytes: int
+    write_seconds: float  # hashed and flushed, as in a save
+    read_seconds: float  # from the disk where the system forgets on request, and hashed
+    intact: bool
+
+
+def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
+    """Write random bytes to a file in `folder`, read them back, and remove it.
+
+    Raises: OSError if that cannot be done.
+    """
+    block = os.urandom(min(_BLOCK, num_bytes))
+    digests, written, began = (hashlib.sha256(), hashlib.sha256()), 0, time.monotonic()
+    with staged_file(folder / "gpt2lab-trial") as path:
+        with open(path, "wb") as file:
+            while written < num_bytes and time.monotonic() - began < _DISK_SECONDS:
+                part = block[: num_bytes - written]
+                digests[0].update(part)
+                written += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            write_seconds = time.monotonic() - began
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.monotonic()
+        with open(path, "rb") as file:
+            while part := file.read(_BLOCK):
+                digests[1].update(part)
+        read_seconds = time.monotonic() - began
+    intact = digests[0].digest() == digests[1].digest()
+    return DiskTrial(written, write_seconds, read_seconds, intact)
+
+
+def try_step(
+    config: Config, components: Components, batch: GlobalBatch, runtime: Runtime, max_steps: int
+) -> tuple[int, float, float, float]:
+    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards.
+
+    Returns: tokens of this process, seconds, loss and gradient norm of the second one.
+    """
+    most = STEP_TOKENS
+    if runtime.device.type == "cpu":
+        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
+    part = _cut(batch, most=most, runtime=runtime)
+    for _ in range(2):  # the first makes memory and kernels ready
+        began = time.monotonic()
+        with torch.compiler.set_stance("force_eager"):
+            stats = train_step(
+                components.trained,
+                components.optimizers,
+                part,
+                lr_at(components.state.step + 1, config.optim, max_steps=max_steps),
+                strategy=components.strategy,
+                grad_clip=config.optim.grad_clip,
+                seed=config.data.seed,
+            )
+        runtime.synchronize()
+    seconds, tokens = time.monotonic() - began, part.micro_batches[0].tokens.numel()
+    return tokens, seconds, stats.loss, stats.grad_norm
+
+
+def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
+    """Return a batch of one micro-batch a process with at most `most` tokens, shorter windows if one is too long."""
+    micro = batch.micro_batches[0]
+    rows, length = micro.tokens.shape
+    length = min(length, most)
+    rows = min(rows, most // length)
+    part = dataclasses.replace(
+        micro,
+        tokens=micro.tokens[:rows, :length].contiguous(),
+        targets=micro.targets[:rows, :length].contiguous(),
+        is_last=True,
+    )
+    targets = runtime.sum_over_ranks((part.targets >= 0).sum())
+    return dataclasses.replace(batch, micro_batches=(part,), num_targets=max(1, int(targets)))
+
+
+def try_network(runtime: Runtime, num_bytes: int) -> tuple[float, float]:
+    """Return the seconds of an all-reduce of a number, and bytes/s of `num_bytes`, as this process saw it; medians."""
+    seconds = []
+    for elements, rounds in ((1, 50), (num_bytes // 4, 3)):
+        values = torch.zeros(elements, device=runtime.device)
+        times = []
+        for _ in range(rounds + 1):
+            runtime.synchronize()
+            began = time.monotonic()
+            dist.all_reduce(values)
+            runtime.synchronize()
+            times.append(time.monotonic() - began)
+        seconds.append(statistics.median(times[1:]))  # the first one connects
+    return seconds[0], num_bytes / seconds[1]

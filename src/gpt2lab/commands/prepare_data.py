@@ -38,11 +38,13 @@ class PrepareData:
 
     source: str = argument("shakespeare | python-stdlib | fineweb-edu | hf:NAME | a file or folder")
     out: Path | None = option(None, "folder to create; default data/NAME")
-    shard_tokens: int = option(100_000_000, "tokens per shard file")
+    shard_tokens: int = option(100_000_000, "tokens per shard file", least=2)
     val_tokens: int | None = option(
-        None, "tokens of the validation split, about; default 5 % of the text, at most 100M"
+        None,
+        "tokens of the validation split, about; default 5 % of the text, at most 100M",
+        least=2,
     )
-    max_tokens: int | None = option(None, "stop after this many tokens")
+    max_tokens: int | None = option(None, "stop after this many tokens", least=16)
     tokenizer: str = option("gpt2", TOKENIZER)
     end_token: str | None = option(
         None, "end-of-text token of --tokenizer, if its files do not name one"
@@ -60,6 +62,7 @@ class PrepareData:
     group_bytes: int = option(
         1_000_000_000,
         "stored bytes per group of source files, the unit of work; another value gives different shards",
+        least=1,
     )
     part: str = option(
         "1/1", "i/n: prepare the i-th of n parts; join them with `gpt2lab data merge`"
@@ -99,10 +102,7 @@ def prepare(flags: PrepareData) -> Path:
     part = _parse_part(flags.part)
     tokenizer = open_tokenizer(flags.tokenizer, flags.end_token)
     source = open_source(
-        flags.source,
-        text_column=flags.text_column,
-        subset=flags.subset,
-        revision=flags.revision,
+        flags.source, text_column=flags.text_column, subset=flags.subset, revision=flags.revision
     )
     suffix = f"_part{part[0]}of{part[1]}" if part[1] > 1 else ""
     default = paths.from_repository(Path("data") / f"{source.name}{suffix}")

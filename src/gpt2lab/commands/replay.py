@@ -1,15 +1,19 @@
-"""Replay steps of a run from one of its checkpoints, unchanged or with one thing changed.
+"""Look into single steps of runs: replay them, name the samples behind a spike, find where two runs part.
 
 gpt2lab replay latest --steps 190:200
 gpt2lab replay latest --steps 190 --without_sample 3041
 gpt2lab replay latest --steps 190:200 --max_lr 3e-4 --layers
+gpt2lab why-spike latest --step 190
+gpt2lab why-spike latest
+gpt2lab bisect run_a run_b
+gpt2lab bisect run_a copies/run_a --json
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +42,7 @@ class ReplayRun:
 
 def main(argv: list[str]) -> int:
     """Replay and print; return 1 if an unchanged step is not as logged."""
-    flags = parse_flags(ReplayRun, argv)
+    flags = parse_flags(ReplayRun, argv, name="gpt2lab replay")
     steps = read_steps(flags.steps)
     run_dir = find_run(flags.run, flags.checkpoint_dir)
     from gpt2lab.lab.replay import Change, replay
@@ -71,3 +75,64 @@ def read_steps(text: str) -> range:
             f"--steps {text}: steps count from 1, and the first may not be after the last"
         )
     return range(first, last + 1)
+
+
+@dataclass(frozen=True)
+class WhySpike:
+    """Name the samples behind a spike of the loss or of the gradient norm, and show the step without them.
+
+    Nothing is written to the run.
+    """
+
+    run: str = argument(RUN)
+    step: int | None = option(None, "the step; default the largest spike in the log", least=1)
+    worst: int = option(
+        3,
+        "number of worst samples to show; the step is also computed without each of them",
+        least=1,
+    )
+    data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
+
+
+def why_spike(argv: list[str]) -> int:
+    """Explain and print; return 1 if the previous steps could not be replayed as logged."""
+    flags = parse_flags(WhySpike, argv, name="gpt2lab why-spike")
+    run_dir = find_run(flags.run, flags.checkpoint_dir)
+    from gpt2lab.lab.why_spike import explain
+
+    found = explain(
+        run_dir, recipe_of(run_dir), flags.step, worst=flags.worst, data_dir=flags.data_dir
+    )
+    print(json.dumps(found.as_json()) if flags.json else found.describe())
+    return 0 if found.departure is None else 1
+
+
+@dataclass(frozen=True)
+class Bisect:
+    """Find the first difference of two runs in their records or, if those do not tell, in a replay.
+
+    Exit code 0 if the runs are equal in all that was compared, 1 if they differ. Nothing is written to the runs.
+    """
+
+    a: str = argument(RUN)
+    b: str = argument("the other")
+    data_dir: tuple[str, ...] = option(
+        (), "where moved data is now; a run whose data was not moved keeps reading it"
+    )
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
+
+
+def bisect(argv: list[str]) -> int:
+    """Compare and print; return 1 if the runs differ."""
+    flags = parse_flags(Bisect, argv, name="gpt2lab bisect")
+    folders = [find_run(run, flags.checkpoint_dir) for run in (flags.a, flags.b)]
+    from gpt2lab.lab import bisect as lab
+
+    found = lab.bisect(
+        *(lab.open_side(folder, recipe_of(folder), flags.data_dir) for folder in folders)
+    )
+    print(json.dumps(asdict(found)) if flags.json else found.describe())
+    return 0 if found.step is None else 1

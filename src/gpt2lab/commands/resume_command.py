@@ -3,11 +3,10 @@
 gpt2lab runs resume-command latest
 gpt2lab runs resume-command latest --output slurm --nodes 2 --gpus 8
 gpt2lab runs resume-command latest --max_steps 40000 --allow_change max_steps
-
-Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and examples/skypilot.yaml are files to fill in.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +21,6 @@ from gpt2lab.runs.console import say
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
-NAME = "gpt2lab runs resume-command"
 Output = Literal["command", "script", "slurm"]
 _CPUS_OF_A_GPU = 4  # cores for each process that trains on a GPU
 _PORT = 29400  # of torchrun's rendezvous
@@ -55,7 +53,11 @@ class Continuation:
 
 @dataclass(frozen=True)
 class ResumeCommand:
-    """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
+    """Print the command that continues a run or a checkpoint, after checking that it will.
+
+    Flags of the trainer are passed on. Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and
+    examples/skypilot.yaml are files to fill in.
+    """
 
     target: str = argument(f"{RUN}, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before", least=1)
@@ -72,19 +74,14 @@ class ResumeCommand:
 def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
-    flags = parse_flags(ResumeCommand, argv, name=NAME, passed_on=trainer_flags)
+    flags = parse_flags(
+        ResumeCommand, argv, name="gpt2lab runs resume-command", passed_on=trainer_flags
+    )
     if flags.num_gpus is not None and flags.gpus is not None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output != "slurm":
         raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
-    found = plan_continuation(
-        flags.target,
-        num_gpus=flags.num_gpus,
-        argv=trainer_flags,
-        checkpoint_dir=flags.checkpoint_dir,
-        nodes=flags.nodes,
-        gpus=flags.gpus,
-    )
+    found = plan_continuation(flags, trainer_flags)
     for name, (before, now) in found.start.changes.items():
         say(f"changed: {name} {before} -> {now}")
     if found.start.is_complete:
@@ -94,15 +91,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def plan_continuation(
-    target: str,
-    *,
-    num_gpus: int | None,
-    argv: list[str],
-    checkpoint_dir: Path | None = None,
-    nodes: int = 1,
-    gpus: int | None = None,
-) -> Continuation:
+def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continuation:
     """Return what continues a run, or one of its checkpoints, with `argv` as changed settings.
 
     Whatever the trainer would reject is rejected here. Nothing is written.
@@ -116,7 +105,7 @@ def plan_continuation(
     from gpt2lab.runs.target import find_run
     from gpt2lab.training.resolve import resolve
 
-    folder = find_run(target, checkpoint_dir)
+    folder, nodes, gpus = find_run(flags.target, flags.checkpoint_dir), flags.nodes, flags.gpus
     chosen, run_dir = "latest", folder
     if folder.name.startswith("step_") and (folder / "manifest.json").exists():
         chosen, run_dir = str(catalog.open_checkpoint(folder).step), folder.parent
@@ -124,26 +113,27 @@ def plan_continuation(
     if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint to continue from")
     environment = checkpoint.manifest["environment"]
-    world = num_gpus or environment["world_size"]
+    world = flags.num_gpus or environment["world_size"]
     if gpus is not None:
         world = nodes * max(1, gpus)
     if world % nodes:
         raise ConfigError(
             f"--nodes {nodes}: a world size of {world} does not divide by it; give --gpus"
         )
-    flags = ["--resume", chosen, "--run_name", run_dir.name]
+    words = ["--resume", chosen, "--run_name", run_dir.name]
     if run_dir.parent != paths.runs_folder(None):
-        flags += ["--checkpoint_dir", str(run_dir.parent)]
+        words += ["--checkpoint_dir", str(run_dir.parent)]
     program = program_of(run_dir)
     name: RecipeName = "finetune" if program == "finetune" else "pretrain"
-    request = parse([*flags, *argv], name).request
+    words += argv
+    request = parse(words, name).request
     start = resolve(request, recipe_named(name), world_size=world, set_aside=False)
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
     job = Job(
         name=run_dir.name,
-        words=(*paths.trainer(program), *flags, *argv),
+        words=(*paths.trainer(program), *words),
         folder=Path.cwd(),
         nodes=nodes,
         processes=world // nodes,
@@ -164,7 +154,11 @@ def write(continuation: Continuation, *, output: Output) -> str:
             f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
             f"resume it once with --output command, then write the job of {job.name}"
         )
-    return {"command": write_command, "script": write_script, "slurm": write_slurm}[output](job)
+    if output == "slurm":
+        return write_slurm(job)
+    command, folder = write_command(job), fmt.word_of_bash(str(job.folder))
+    script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
+    return script if output == "script" else command
 
 
 def launcher(job: Job) -> tuple[str, ...]:
@@ -177,14 +171,6 @@ def launcher(job: Job) -> tuple[str, ...]:
 def write_command(job: Job) -> str:
     """Write the command line."""
     return fmt.command_line((*launcher(job), *job.words))
-
-
-def write_script(job: Job) -> str:
-    """Write a script that runs the command where it was made."""
-    return (
-        "#!/usr/bin/env bash\nset -euo pipefail\n"
-        f"cd {fmt.word_of_bash(str(job.folder))}\nexec {write_command(job)}"
-    )
 
 
 def write_slurm(job: Job) -> str:

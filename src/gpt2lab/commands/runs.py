@@ -7,6 +7,8 @@ gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
 gpt2lab runs sync latest --to trackio
+gpt2lab runs rebuild-tensorboard latest
+gpt2lab runs repair-log latest
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,16 +29,17 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import argument, option, required
+from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, InUseError, system_errors_as
-from gpt2lab.files import JsonFile, regular, sync_folder
+from gpt2lab.errors import ConfigError, InUseError, SaveError, system_errors_as
+from gpt2lab.files import JsonFile, regular, staged_file, sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing
 from gpt2lab.runs.events import CRC, METRICS, parse_line
-from gpt2lab.runs.folder import LOCK, check_entries, holder_of, lock
+from gpt2lab.runs.folder import LOCK, RunFolder, check_entries, holder_of, lock
 from gpt2lab.runs.target import find_run
 
+_SHOWN = 20  # damaged lines
 _NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
 
@@ -146,8 +150,7 @@ class Sync:
             raise ConfigError(_NO_RUN)
         folders = [find_run(n, self.checkpoint_dir) for n in self.names]
         for folder in folders:
-            if not (folder / METRICS).is_file():
-                raise ConfigError(f"{folder}: no {METRICS}; not the folder of a run")
+            _require_log(folder)
             check_entries(folder)
         settings = [to_flat(history.read_config(folder)) for folder in folders]
         for folder, flat in zip(folders, settings, strict=True):
@@ -157,21 +160,71 @@ class Sync:
         return 0
 
 
+@dataclass(frozen=True)
+class RebuildTensorBoard:
+    """Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard."""
+
+    run: str = argument(RUN)
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Rebuild and say where."""
+        found = find_run(self.run, self.checkpoint_dir)
+        from gpt2lab.tracking.tensorboard import rebuild_tensorboard  # torch
+
+        folder, count = rebuild_tensorboard(found)
+        print(f"{paths.display_path(folder)}: {count:,} events")
+        return 0
+
+
+@dataclass(frozen=True)
+class RepairLog:
+    """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it."""
+
+    run: str = argument(RUN)
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Repair the log, and say what was removed."""
+        run_dir = find_run(self.run, self.checkpoint_dir)
+        _require_log(run_dir)
+        with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
+            removed, original = remove_damaged_lines(run_dir / METRICS)
+        shown = paths.display_path(run_dir / METRICS)
+        for number, what in removed[:_SHOWN]:
+            print(f"{shown} line {number:,}: {what}; removed")
+        if len(removed) > _SHOWN:
+            print(f"and {len(removed) - _SHOWN:,} more")
+        done = f"{shown}: no damaged line"
+        if original is not None:
+            place = paths.display_path(original)
+            done = f"{len(removed):,} damaged lines removed; the original is {place}"
+        print(done)
+        return 0
+
+
 _IMPORT = """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
 
 gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
 gpt2lab runs import old/model.pt --trust --run_name old
 
 Flags of the trainer are passed on."""
-VERBS = {"list": List, "verify": Verify, "rm": Rm, "archive": Archive, "sync": Sync}
+VERBS = {
+    "list": List,
+    "verify": Verify,
+    "rm": Rm,
+    "archive": Archive,
+    "sync": Sync,
+    "rebuild-tensorboard": RebuildTensorBoard,
+    "repair-log": RepairLog,
+}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: List | Verify | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
-    return verb.execute()
+    return int(parse_flags(VERBS, argv, others=within("runs")).execute())
 
 
 def import_checkpoint(argv: list[str]) -> int:
@@ -183,6 +236,40 @@ def import_checkpoint(argv: list[str]) -> int:
     flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
     named = [] if flags.run_name is None else ["--run_name", flags.run_name]
     return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
+
+
+def _require_log(run_dir: Path) -> None:
+    if not (run_dir / METRICS).is_file():
+        raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
+
+
+def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None]:
+    """Replace a log by its good lines, in one step; return what was removed, by line, and where the original is.
+
+    Raises: SaveError if the folder does not take the new file; the log is then what it was.
+    """
+    removed: list[tuple[int, str]] = []
+    original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    with (
+        open(path, "rb", opener=regular) as log,
+        system_errors_as(SaveError, path, what="cannot be repaired", fix="it is what it was"),
+    ):
+        with staged_file(path) as temporary:
+            with open(temporary, "wb") as good:
+                for number, line in enumerate(log, start=1):
+                    try:
+                        parse_line(line)
+                        good.write(line.removesuffix(b"\n") + b"\n")
+                    except ValueError as error:
+                        removed.append((number, str(error)))
+                good.flush()
+                os.fsync(good.fileno())
+            if not removed:
+                return [], None
+            os.link(path, original)  # before the rename: at no moment is there no log
+            os.replace(temporary, path)
+        sync_folder(path.parent)
+    return removed, original
 
 
 def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
@@ -239,8 +326,6 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = Fal
 
     A checkpoint goes with its run, so it counts only where that is not named too. Where nobody is asked (`sure`), a
     name must be in full: the beginning of a name means another run once the first is gone.
-
-    Raises: ConfigError if one is neither, a link, or in use: before anything is asked or done.
     """
     if not names:
         raise ConfigError(_NO_RUN)
@@ -278,7 +363,6 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if it cannot be read."""
     try:
         return JsonFile(path, ConfigError).read()
     except ConfigError:
@@ -313,10 +397,7 @@ def _describe(folder: Path) -> str:
 
 
 def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: bool) -> int:
-    """Do it to each folder once somebody agreed; return the exit code.
-
-    Raises: ConfigError where nobody can be asked.
-    """
+    """Do it to each folder once somebody agreed; return the exit code."""
     if not sure:
         if not sys.stdin.isatty():
             raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")
@@ -334,10 +415,7 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's lock, so that no start begins there meanwhile.
-
-    Raises: ConfigError if somebody trains there.
-    """
+    """Hold the run's lock, so that no start begins there meanwhile."""
     with open(run_dir / LOCK, "a", opener=regular) as file:
         try:
             lock(file)

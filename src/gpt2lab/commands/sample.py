@@ -7,19 +7,16 @@ gpt2lab sample hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation.completion import SamplingParams, check_sampling
+from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling, complete_file
 from gpt2lab.runs.console import doing, say
-
-if TYPE_CHECKING:
-    from gpt2lab.evaluation.completion import Completer
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,18 @@ _COMMON = (  # flags of the short help
 def main(argv: list[str]) -> int:
     """Load the model and continue the prompts."""
     flags = parse_flags(Sample, argv, common=_COMMON)
-    if not any(_ways(flags)) and sys.stdin.isatty():
-        flags = replace(flags, interactive=True)
-    _check(flags)
+    ways = [flags.prompt is not None, flags.interactive, flags.batch is not None]
+    if not any(ways) and not sys.stdin.isatty():
+        raise ConfigError("nothing to continue: give --prompt TEXT, --interactive or --batch FILE")
+    if sum(ways) > 1:
+        raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
+    if (flags.batch is None) != (flags.out is None):
+        raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
     completer = load(flags, flags.style)
     if flags.batch is not None:
-        from gpt2lab.evaluation.completion import complete_file
-
         source, out = map(paths.from_working_directory, (flags.batch, flags.out))
         complete_file(completer, source, out, num_samples=flags.num_samples)
-    elif flags.interactive:
+    elif flags.prompt is None:
         _converse(completer, flags.num_samples)
     else:
         ids = completer.encode(flags.prompt)
@@ -72,27 +71,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _ways(flags: Sample) -> list[bool]:
-    return [flags.prompt is not None, flags.interactive, flags.batch is not None]
-
-
-def _check(flags: Sample) -> None:
-    if not any(_ways(flags)):
-        raise ConfigError("nothing to continue: give --prompt TEXT, --interactive or --batch FILE")
-    if sum(_ways(flags)) > 1:
-        raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
-    if (flags.batch is None) != (flags.out is None):
-        raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
-
-
-def load(flags: Any, style: SamplingParams) -> "Completer":
+def load(flags: Any, style: SamplingParams) -> Completer:
     """Load the model that the flags of sample, chat or serve name, and print its warnings.
 
     Raises: ConfigError, CheckpointError.
     """
     check_sampling(style)
-    from gpt2lab.evaluation.completion import Completer
-
     completer = Completer(
         flags.target,
         checkpoint_dir=paths.runs_folder(flags.checkpoint_dir),
@@ -117,8 +101,7 @@ def typed_lines() -> Iterator[str]:
         yield line
 
 
-def _converse(completer: "Completer", num_samples: int) -> None:
-    """Continue each typed line."""
+def _converse(completer: Completer, num_samples: int) -> None:
     number = 0
     for line in typed_lines():
         prompt = line.rstrip("\n")
@@ -135,9 +118,8 @@ def _converse(completer: "Completer", num_samples: int) -> None:
 
 
 def _print_as_drawn(
-    completer: "Completer", prompt: str, ids: list[int], *, number: int = 0, place: int = 0
+    completer: Completer, prompt: str, ids: list[int], *, number: int = 0, place: int = 0
 ) -> None:
-    """Print a prompt and its continuation token by token."""
     print(prompt, end="", flush=True)
     for text in completer.stream(ids, number=number, place=place):
         print(text, end="", flush=True)

@@ -63,10 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def _running(pid_file: Path) -> dict[str, int] | None:
-    """Return pid and port of the server that holds the lock, None if there is none.
-
-    Raises: ConfigError while another process starts one.
-    """
+    """Return pid and port of the server that holds the lock, None if there is none."""
     try:
         with open(pid_file, opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -81,10 +78,6 @@ def _running(pid_file: Path) -> dict[str, int] | None:
 
 
 def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
-    """Start a server and return pid and port once it answers.
-
-    Raises: ConfigError if the port is taken, the folder cannot be written or TensorBoard ends at once.
-    """
     _check_port(port)
     log = folder / ".tensorboard.log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
@@ -118,7 +111,6 @@ def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
 
 
 def _stop(pid_file: Path, pid: int) -> None:
-    """End the server and wait until it is gone."""
     deadline = time.monotonic() + _STOP_SECONDS
     os.killpg(pid, signal.SIGTERM)
     while _running(pid_file):

@@ -63,10 +63,7 @@ def main(argv: list[str]) -> int:
     if flags.watch is None:
         print(table())
         return 0
-    with (
-        doing(""),
-        contextlib.suppress(KeyboardInterrupt),
-    ):  # the way to end it, whatever it is doing
+    with doing(""), contextlib.suppress(KeyboardInterrupt):  # the way to end it
         while True:
             shown = f"{time.strftime('%H:%M:%S')}\n{table()}"
             sys.stdout.buffer.write(b"\x1b[H\x1b[2J")  # print would escape it

@@ -4,7 +4,6 @@ gpt2lab data tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
 gpt2lab data tokenizer show data/std_4k gpt2 --source python-stdlib
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,8 +13,10 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
+from gpt2lab.tokenizers.gpt2 import CUTS
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import TOKENIZER
+from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
+from gpt2lab.tokenizers.plain import BYTES, characters_of
 
 _MOST_IDS = 10_000_000  # the library allocates memory for all of them first, and aborts without it
 _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
@@ -54,8 +55,6 @@ class Train:
         from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.bpe import train_bpe
-        from gpt2lab.tokenizers.gpt2 import CUTS
-        from gpt2lab.tokenizers.plain import BYTES, characters_of
 
         out = paths.from_working_directory(self.out)
         if out.exists():
@@ -66,10 +65,7 @@ class Train:
         if not is_bpe:
             self._check_characters(out)
         source = open_source(
-            self.source,
-            text_column=self.text_column,
-            subset=self.subset,
-            revision=self.revision,
+            self.source, text_column=self.text_column, subset=self.subset, revision=self.revision
         )
         texts = learning_texts(
             source,
@@ -109,11 +105,17 @@ class Show:
 
     def execute(self) -> int:
         """Print a row for each."""
-        from gpt2lab.tokenizers.opening import open_tokenizer
+        from gpt2lab.data.prepare.pipeline import learning_texts
+        from gpt2lab.data.prepare.sources import open_source
 
         if not self.tokenizers:
             raise ConfigError(f"show: no tokenizer given: {TOKENIZER}")
-        texts = list(self._texts())
+        texts: list[str] = []
+        if self.source is not None:
+            source = open_source(self.source, text_column=self.text_column)
+            texts += learning_texts(
+                source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True, cuts=CUTS
+            )
         rows = []
         for name in self.tokenizers:
             is_file = Path(name).expanduser().exists()
@@ -129,26 +131,13 @@ class Show:
         print(fmt.table(head, rows))
         return 0
 
-    def _texts(self) -> Iterator[str]:
-        from gpt2lab.data.prepare.pipeline import learning_texts
-        from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.tokenizers.gpt2 import CUTS
-
-        if self.source is None:
-            return iter(())
-        source = open_source(self.source, text_column=self.text_column)
-        return learning_texts(
-            source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True, cuts=CUTS
-        )
-
 
 VERBS = {"train": Train, "show": Show}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Train | Show = parse_flags(VERBS, argv, name="gpt2lab data tokenizer")
-    return verb.execute()
+    return int(parse_flags(VERBS, argv, name="gpt2lab data tokenizer").execute())
 
 
 def _write(tokenizer: Tokenizer, out: Path) -> None:

@@ -31,17 +31,18 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 
     arguments = parse(argv, recipe_name)
     actions, request = arguments.actions, arguments.request
+    place = request.config.checkpoint
     if actions.list_checkpoints:
-        place = request.config.checkpoint
         return list_checkpoints(
             place.run_name, place.checkpoint_dir, as_json=actions.json, verify=actions.verify
         )
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
         return _save_config(request, recipe, actions.save_config)
-    from gpt2lab.mirror.extension import check_url
+    if place.checkpoint_mirror is not None:  # rejected before anything is asked of it
+        from gpt2lab.mirror.storage import connect
 
-    check_url(request)
+        connect(place.checkpoint_mirror, place.run_name or "new")
     planner = planner_of(actions)
     ranks = count_ranks(actions.gpus, device=request.config.system.device)
     if actions.dry_run:
@@ -65,9 +66,9 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 
         return preflight(request, recipe=recipe, as_json=actions.json)
     if imported is not None:
-        from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
+        from gpt2lab.interop.import_checkpoint import import_checkpoint
 
-        return take_over(request, imported, trust=actions.trust)
+        return import_checkpoint(request, imported, trust=actions.trust)
     from gpt2lab.runs.console import never_wait_for_stderr
 
     never_wait_for_stderr()
@@ -157,7 +158,6 @@ def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: b
 
 
 def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
-    """Write the settings of a fresh start to a file, and say how to start with it."""
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings

@@ -21,48 +21,44 @@ class Verb:
 
     def load(self) -> Callable[[list[str]], int]:
         """Import the function, and what it needs."""
-        found: Callable[[list[str]], int] = getattr(
-            importlib.import_module(self.module), self.function
-        )
+        module = importlib.import_module(self.module, "gpt2lab.commands")
+        found: Callable[[list[str]], int] = getattr(module, self.function)
         return found
 
 
-_HERE = "gpt2lab.commands"
 GROUPS = {
     "data": {
-        "prepare": Verb(
-            "tokenize text into the shards that training reads", f"{_HERE}.prepare_data"
-        ),
-        "data": Verb("verify, show, import and merge shards; tokenizers", f"{_HERE}.data"),
+        "prepare": Verb("tokenize text into the shards that training reads", ".prepare_data"),
+        "data": Verb("verify, show, import and merge shards; tokenizers", ".data"),
     },
     "train": {
-        "train": Verb("train a model, or continue a run", f"{_HERE}.train"),
-        "finetune": Verb("fine-tune a model on conversations", f"{_HERE}.train", "finetune"),
-        "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),
-        "doctor": Verb("check this machine, and the memory of a run", f"{_HERE}.doctor"),
+        "train": Verb("train a model, or continue a run", ".train"),
+        "finetune": Verb("fine-tune a model on conversations", ".train", "finetune"),
+        "estimate": Verb("predict time, memory, cost and loss of a run", ".estimate_time"),
+        "doctor": Verb("check this machine, and the memory of a run", ".doctor"),
     },
     "look": {
-        "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
-        "runs": Verb("list, verify, delete, archive, import, sync runs", f"{_HERE}.runs"),
-        "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
-        "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
+        "status": Verb("show all runs and how far they are", ".status"),
+        "runs": Verb("list, verify, delete, archive, import, sync runs", ".runs"),
+        "report": Verb("write a run's report as one HTML page", ".plot", "report"),
+        "plot": Verb("draw the curves of runs", ".plot"),
     },
     "evaluate": {
-        "evaluate": Verb("measure validation loss and HellaSwag", f"{_HERE}.evaluate"),
-        "sample": Verb("continue prompts with a model", f"{_HERE}.sample"),
-        "chat": Verb("chat with a fine-tuned model", f"{_HERE}.chat"),
-        "serve": Verb("try a model in the browser, or by OpenAI's API", f"{_HERE}.serve"),
-        "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
+        "evaluate": Verb("measure validation loss and HellaSwag", ".evaluate"),
+        "sample": Verb("continue prompts with a model", ".sample"),
+        "chat": Verb("chat with a fine-tuned model", ".chat"),
+        "serve": Verb("try a model in the browser, or by OpenAI's API", ".serve"),
+        "export": Verb("write a model for transformers or llama.cpp", ".export_hf"),
     },
     "compare": {
-        "compare": Verb("tell whether two evaluations differ", f"{_HERE}.compare"),
-        "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
-        "ladder": Verb("fit a scaling law, predict a larger run", f"{_HERE}.ladder"),
+        "compare": Verb("tell whether two evaluations differ", ".compare"),
+        "ablate": Verb("compare settings over several seeds", ".ablate"),
+        "ladder": Verb("fit a scaling law, predict a larger run", ".ladder"),
     },
     "tools": {
-        "replay": Verb("replay steps of a run, exactly or with a change", f"{_HERE}.replay"),
-        "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
-        "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
+        "replay": Verb("replay steps of a run, exactly or with a change", ".replay"),
+        "why-spike": Verb("name the samples behind a spike", ".replay", "why_spike"),
+        "bisect": Verb("find the first difference of two runs", ".replay", "bisect"),
     },
 }
 if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
@@ -71,16 +67,10 @@ if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
     )
 # Verbs within a verb that have a module of their own.
 WITHIN = {
-    "data tokenizer": Verb("learn a tokenizer from text, or show one", f"{_HERE}.tokenizer"),
-    "runs import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.runs", "import_checkpoint"),
-    "runs resume-command": Verb(
-        "print the command that continues a run", f"{_HERE}.resume_command"
-    ),
-    "runs tensorboard": Verb("start or stop TensorBoard", f"{_HERE}.show_tensorboard"),
-    "runs rebuild-tensorboard": Verb(
-        "make TensorBoard's files again", f"{_HERE}.rebuild_tensorboard"
-    ),
-    "runs repair-log": Verb("remove damaged lines of a run's log", f"{_HERE}.repair_log"),
+    "data tokenizer": Verb("learn a tokenizer from text, or show one", ".tokenizer"),
+    "runs import": Verb("import a checkpoint of nanoGPT", ".runs", "import_checkpoint"),
+    "runs resume-command": Verb("print the command that continues a run", ".resume_command"),
+    "runs tensorboard": Verb("start or stop TensorBoard", ".show_tensorboard"),
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 GONE = {
@@ -95,7 +85,7 @@ GONE = {
 }
 _INSIDE = {  # verbs that are typed without the verb that they belong to
     **dict.fromkeys(("merge", "stats", "show", "verify"), "data"),
-    **dict.fromkeys(("rm", "archive", "sync"), "runs"),
+    **dict.fromkeys(("rm", "archive", "sync", "rebuild-tensorboard", "repair-log"), "runs"),
 }
 
 _PAGE = """gpt2lab {version}: train GPT-2 from scratch

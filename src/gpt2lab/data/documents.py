@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2lab.data.shards import TokenData
-from gpt2lab.data.windows import WindowReader
+from gpt2lab.data.shards import TokenData, document_marks
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ def find_documents(data: TokenData, *, shards: int | None = None) -> Documents |
         chosen = source.splits["train"]
         if shards is not None:
             chosen = chosen[: max(0, shards - len(ends))]
-        reader = WindowReader(chosen, context_length=1, id_limit=2**32)
-        for shard, places in zip(chosen, reader.find_document_ends(mark.id), strict=True):
+        for shard in chosen:
+            places = document_marks(shard, mark.id)
             is_before = shard.index is None and mark.place == "before"
             ends.append(places)
             first.append(before + (0 if is_before else 1))

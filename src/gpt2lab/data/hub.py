@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -71,14 +72,8 @@ def _accepts_connections() -> bool:
         by_turn.append((turns[family], (str(address[0]), port)))
         turns[family] += 1
     for _, address in sorted(by_turn, key=lambda place: place[0]):  # IPv4 and IPv6 in turn
-        left = deadline - monotonic()
-        if left <= 0:
-            break
-        try:
-            socket.create_connection(
-                address, timeout=left / 2
-            ).close()  # leaves time for the other addresses
-        except OSError:
-            continue
-        return True
+        if (left := deadline - monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, timeout=left / 2).close()  # others have the rest
+                return True
     return False

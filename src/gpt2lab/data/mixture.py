@@ -279,7 +279,6 @@ def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:
 
 
 def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
-    """Raise DataError unless the ids of all folders are of one known tokenizer."""
     first, *others = opened
     for data in others:
         if data.tokenizer is None or data.tokenizer != first.tokenizer:

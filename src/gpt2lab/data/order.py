@@ -16,10 +16,7 @@ from gpt2lab.errors import DataError
 Shuffle = Literal["shards", "windows", "none"]
 # A run keeps the version that it began with; manifests and `begin` events without one mean the first.
 VERSION = 2
-_ROUNDS = {
-    1: 4,
-    2: 8,
-}  # with 4, windows that were neighbours stayed so up to 1.3 times as often as by chance
+_ROUNDS = {1: 4, 2: 8}  # with 4, windows stayed neighbours up to 1.3 times as often as by chance
 
 
 class Order:

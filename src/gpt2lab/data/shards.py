@@ -5,6 +5,7 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
@@ -14,7 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib import format as npy
 
 from gpt2lab import paths
 from gpt2lab.data.manifest import (
@@ -34,9 +38,6 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 from gpt2lab.tokenizers.plain import BYTES
-
-if TYPE_CHECKING:
-    import numpy as np
 
 IndexLayout = Literal["datatrove", "megatron"]
 JOURNAL = "progress.json"  # of a preparation that has not ended
@@ -83,8 +84,6 @@ class Shard:
 
         Raises: DataError.
         """
-        import numpy as np
-
         if not self.tokens:
             return np.empty(0, self.dtype)
         try:
@@ -127,11 +126,6 @@ class TokenData:
         )
 
 
-def shard_name(dataset: str, split: str, index: int) -> str:
-    """Name a shard file, e.g. edufineweb_train_000001.npy."""
-    return f"{dataset}_{split}_{index:06d}.npy"
-
-
 def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     """Check a folder of shards in milliseconds: manifest, tokenizer, names, sizes, dtype, largest id.
 
@@ -159,20 +153,22 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
                 prepare = "token files of another program? gpt2lab data import reads them in place"
             raise no_shards(folder, f"no {split} shards (NAME_{split}_000000.npy)", prepare)
     tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
-    limit = _IdLimit(vocab_size, tokenizer)
+    rows = 2**32 if vocab_size is None else vocab_size
+    size = rows if tokenizer is None else tokenizer.size
+    check_ids = functools.partial(_check_ids, limit=min(rows, size), size=size)
     if manifest is None:
         splits = {
             split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS
         }
         facts = {s: [(d.path.name, d.tokens, d.dtype) for d in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
-        return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
+        return TokenData(
+            folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, check_ids))
+        )
     listed = {file["name"]: file for file in files}
     place = shards_folder(folder, manifest)
     splits = {
-        split: tuple(
-            _compare(open_listed(place, listed[n]), listed[n], limit) for n in names[split]
-        )
+        split: tuple(_compare(place, listed[name], check_ids) for name in names[split])
         for split in SPLITS
     }
     if strays := find_strays(folder, manifest):
@@ -243,13 +239,23 @@ def document_ends(shard: Shard) -> np.ndarray:
         raise DataError(f"{path}: {error.strerror}; restore the file") from error
 
 
+def document_marks(shard: Shard, end_of_text: int | None) -> np.ndarray:
+    """Return the places of an id in a shard, in tokens from its beginning; reads every token once.
+
+    Where it has an index of its documents, the places of their last tokens; without either, none.
+
+    Raises: DataError if the shard is gone or shorter than it was.
+    """
+    if shard.index is not None:
+        return document_ends(shard) - 1
+    return np.flatnonzero([] if end_of_text is None else shard.map_ids() == end_of_text)
+
+
 def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:
     """Return where the documents of a file end by the index beside it, (documents,) int64; empty ones are omitted.
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     if layout == "datatrove":
         ends = read_datatrove_index(index)
     else:
@@ -263,8 +269,6 @@ def read_datatrove_index(path: Path) -> np.ndarray:
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     size = path.stat().st_size
     if size % 8:
         raise DataError(
@@ -285,8 +289,6 @@ def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.nda
 
     Raises: DataError; OSError.
     """
-    import numpy as np
-
     size = index.stat().st_size
     with open_regular(index, follow=True) as file:
         head = file.read(_MEGATRON_HEADER.size)
@@ -327,8 +329,6 @@ def looks_32_bit(path: Path, offset: int = 0) -> bool:
 
     The upper half of an id is at most 15 in vocabularies of up to a million.
     """
-    import numpy as np
-
     with open_regular(path, follow=True) as file:
         file.seek(offset)
         sample = file.read(_SAMPLE_BYTES)
@@ -341,8 +341,6 @@ def open_shard(path: Path) -> Shard:
 
     Raises: DataError if it is missing, truncated, not one-dimensional or not uint16 or uint32.
     """
-    from numpy.lib import format as npy  # numpy only where shards are really opened
-
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
@@ -386,8 +384,6 @@ def measure_shard(
     `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `text_bytes` is None without a
     tokenizer, and where an id is not the tokenizer's. `watch` is given all ids in order.
     """
-    import numpy as np
-
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
     width = ID_BYTES[dtype]
     lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
@@ -432,33 +428,25 @@ def names_on_disk(folder: Path, split: str) -> list[str]:
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
 
 
-@dataclass(frozen=True)
-class _IdLimit:
-    """Ids must be below the rows of the model and the size of the tokenizer."""
-
-    vocab_size: int | None  # None: any
-    tokenizer: Tokenizer | None
-
-    def check(self, path: Path, largest: int) -> None:
-        rows = 2**32 if self.vocab_size is None else self.vocab_size
-        size = rows if self.tokenizer is None else self.tokenizer.size
-        limit = min(rows, size)
-        if largest >= limit:
-            raise DataError(
-                f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
-                f"another tokenizer?"
-            )
+def _check_ids(path: Path, largest: int, *, limit: int, size: int) -> None:
+    if largest >= limit:
+        raise DataError(
+            f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
+            f"another tokenizer?"
+        )
 
 
-def _compare(shard: Shard, listed: dict[str, Any], limit: _IdLimit) -> Shard:
-    """Compare a shard with its entry in the manifest; return it with its recorded hash."""
+def _compare(folder: Path, listed: dict[str, Any], check_ids: Callable[[Path, int], None]) -> Shard:
+    shard = open_listed(folder, listed)
     if shard.tokens != listed["tokens"]:
         raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")
-    limit.check(shard.path, listed["max_id"])
+    check_ids(shard.path, listed["max_id"])
     return replace(shard, sha256=listed["sha256"])
 
 
-def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, ...]:
+def _scan(
+    splits: dict[str, tuple[Shard, ...]], check_ids: Callable[[Path, int], None]
+) -> tuple[str, ...]:
     """Check the ids of a set without manifest now, if it is small enough to read in full."""
     shards = [shard for split in SPLITS for shard in splits[split]]
     total = sum(shard.id_bytes * shard.tokens for shard in shards)
@@ -467,5 +455,5 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, .
             f"no {MANIFEST}: ids of {total / 1e9:.1f} GB are checked batch by batch during training",
         )
     for shard in shards:
-        limit.check(shard.path, int(shard.map_ids().max(initial=0)))
+        check_ids(shard.path, int(shard.map_ids().max(initial=0)))
     return ()

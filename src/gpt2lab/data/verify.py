@@ -29,6 +29,7 @@ from gpt2lab.data.shards import (
     Shard,
     TokenData,
     document_ends,
+    document_marks,
     find_strays,
     measure_shard,
     open_data,
@@ -190,11 +191,8 @@ def _measure_split(
     facts: list[dict[str, Any]] = []
     bounds: list[np.ndarray] = []  # between documents
     for shard in tqdm(shards, unit="shard", leave=False, disable=None):
-        if shard.index is not None:
-            bounds.append(document_ends(shard) + tokens)
-        elif end_of_text.id is not None:
-            places = np.flatnonzero(shard.map_ids() == end_of_text.id) + tokens
-            bounds.append(places + 1 if end_of_text.place == "after" else places)
+        is_before = shard.index is None and end_of_text.place == "before"
+        bounds.append(document_marks(shard, end_of_text.id) + tokens + (0 if is_before else 1))
         facts.append(
             measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, tokenizer=tokenizer)
         )

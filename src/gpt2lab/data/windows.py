@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from gpt2lab.data.shards import Shard, document_ends
+from gpt2lab.data.shards import Shard
 
 _OPEN_FILES = 64  # a 100B-token set has a thousand shards; a process may open about as many files
 _BLOCK = 1 << 22
@@ -33,16 +33,11 @@ class WindowReader:
     """Windows of T + 1 tokens, read by (shard, offset)."""
 
     def __init__(
-        self,
-        shards: tuple[Shard, ...],
-        *,
-        context_length: int,
-        id_limit: int,
-        verify: bool = False,
+        self, shards: tuple[Shard, ...], *, context_length: int, id_limit: int, verify: bool = False
     ) -> None:
         """`verify`: hash each shard in the background when it is first touched, and compare with shards.json."""
         self._verifier = Verifier(shards) if verify else None
-        self._shards = shards
+        self.shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
         self._layout = [(shard.offset, shard.id_bytes, np.dtype(shard.dtype)) for shard in shards]
@@ -68,36 +63,18 @@ class WindowReader:
             try:
                 count = os.preadv(self._open(shard), [ids.data], begin + id_bytes * offset)
             except OSError as error:
-                raise self._shards[shard].rejected(f"changed while training ({error})") from error
+                raise self.shards[shard].rejected(f"changed while training ({error})") from error
             if count != ids.nbytes:
                 problem = f"changed while training (it ends within the window at token {offset})"
-                raise self._shards[shard].rejected(problem)
+                raise self.shards[shard].rejected(problem)
             if ids.base is not windows:
                 windows[row] = ids
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
-            raise self._shards[shards[row]].rejected(
-                f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}",
+            raise self.shards[shards[row]].rejected(
+                f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}"
             )
         return windows
-
-    def find_document_ends(self, end_of_text: int | None) -> list[np.ndarray]:
-        """Return the places of an id in each shard, in tokens from its beginning; reads every token once.
-
-        Where a shard has an index of its documents, the places of their last tokens; without either, none.
-
-        Raises: DataError if a shard is gone or shorter than it was.
-        """
-        places = []
-        for shard in self._shards:
-            if shard.index is not None:
-                places.append(document_ends(shard) - 1)
-                continue
-            if end_of_text is None:
-                places.append(np.empty(0, np.int64))
-                continue
-            places.append(np.flatnonzero(shard.map_ids() == end_of_text))
-        return places
 
     def wait_until_verified(self) -> None:
         """Return when all shards read so far are known to be undamaged.
@@ -117,7 +94,7 @@ class WindowReader:
     def verify(self, names: tuple[str, ...]) -> None:
         """Verify shards that a checkpoint of an earlier start rests on, in the background as all others."""
         if self._verifier is not None:
-            for index, shard in enumerate(self._shards):
+            for index, shard in enumerate(self.shards):
                 if shard.path.name in names:
                     self._verifier.touch(index)
 
@@ -131,7 +108,7 @@ class WindowReader:
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]
-        self._files[shard] = os.open(self._shards[shard].path, os.O_RDONLY)
+        self._files[shard] = os.open(self.shards[shard].path, os.O_RDONLY)
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         return self._files[shard]

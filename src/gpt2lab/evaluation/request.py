@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.config.schema import Config, HellaSwagMetrics, SystemConfig
 from gpt2lab.errors import ConfigError, NonFiniteError
 from gpt2lab.runs.console import doing
@@ -29,18 +30,36 @@ if TYPE_CHECKING:
 class EvaluationRequest:
     """What to measure of one target, and where; None: as the run that trained the weights has it."""
 
-    target: str  # as find_target takes it
-    checkpoint_dir: Path  # the folder of the runs
-    hellaswag: bool = False
-    val: Path | None = None  # folder of shards; None: the run's own data
-    val_tokens: int | None = None
-    hellaswag_path: Path | None = None
-    hellaswag_limit: int | None = None  # 0: all items
-    hellaswag_metrics: HellaSwagMetrics | None = None
-    batch_size: int = 8  # validation windows per forward pass; only rounding depends on it
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"  # auto: the run's, if this device supports it
-    keep_token_losses: bool = False
+    target: str = argument(TARGET)
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    hellaswag: bool = option(False, "score HellaSwag")
+    val: Path | None = option(
+        None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
+    )
+    val_tokens: int | None = option(
+        None, "validation tokens; default as the run, else 10,485,760", least=1
+    )
+    hellaswag_path: Path | None = option(None, "HellaSwag items; default the run's, or downloaded")
+    hellaswag_limit: int | None = option(
+        None,
+        "score a fixed random subset of N items, 0 = all; default as the run, else all",
+        least=0,
+    )
+    hellaswag_metrics: HellaSwagMetrics | None = option(
+        None,
+        "harness = acc, acc_norm; tutorial = acc_token_norm; half the time each; default as the run, else all",
+    )
+    batch_size: int = option(
+        8, "validation windows per forward pass; only rounding depends on it", least=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "matmul precision; auto = what the run trained in, else as in training"
+    )
+    keep_token_losses: bool = option(
+        False,
+        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR, or else in the run",
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.data.mixture import PATTERN, MixedData
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import TokenData
+from gpt2lab.data.shards import TokenData, document_marks
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -107,7 +107,7 @@ class Validation:
                 self._bytes_per_token = tokenizer.byte_lengths()
         wanted = max(1, val_tokens // order.context_length)
         self.samples = choose_windows(order, wanted)
-        ends = reader.find_document_ends(end_of_text)
+        ends = [document_marks(shard, end_of_text) for shard in reader.shards]
         self._parts = divide_windows(order, self.samples, ends)
 
     def measure(

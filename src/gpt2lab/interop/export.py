@@ -30,7 +30,6 @@ from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
-SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
 # Copied into the folder of a model that transformers does not know: the code that trust_remote_code runs.
 OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
@@ -42,9 +41,11 @@ def export(
     out: Path,
     dtype: Dtype,
     push_to_hub: str | None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the weights of `target` to the new folder `out`; it appears complete and checked, or not at all.
+
+    `shard_bytes`: the largest size of a file of weights.
 
     Returns: the numbers, as --json prints them, and warnings.
 
@@ -115,7 +116,6 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: 
 def _write_tokenizer(
     folder: Path, target: Target, tokenizer: Tokenizer, context_length: int
 ) -> None:
-    """Write the tokenizer, the end-of-text settings, and the chat template of a tuned model."""
     end = tokenizer.end_token
     special: dict[str, Any] = {"bos_token": end, "eos_token": end}
     if tokenizer == GPT2:
@@ -126,10 +126,7 @@ def _write_tokenizer(
         kind = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
     else:
         (folder / TOKENIZER_FILE).write_bytes(tokenizer.tokenizer_json())
-        kind = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-        }
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     settings = {**special, **kind, "model_max_length": context_length}
     if was_tuned(target):
         settings["chat_template"] = chat_template.jinja(end)
@@ -146,8 +143,6 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
     """Return the largest difference of transformers' logits from the model's, and the largest logit.
 
     One text of random ids as long as the context, so that every position is looked up; fp32 on the CPU.
-
-    Raises: CheckError.
     """
     from transformers import AutoTokenizer, GPT2LMHeadModel
     from transformers.utils import logging
@@ -181,7 +176,10 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
             f"whose largest is {largest:.2f}"
         )
     if tokenizer is not None:
-        text = _text_for(tokenizer)
+        # Characters know no others than their own.
+        text = (
+            "".join(tokenizer.characters) if isinstance(tokenizer, CharactersTokenizer) else _TEXT
+        )
         # A tokenizer does not need the folder's code. Without trust_remote_code=False transformers asks on stdout.
         loaded = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -192,13 +190,6 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
         if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
             raise CheckError("export discarded: transformers' tokenizer gives other text")
     return difference, largest
-
-
-def _text_for(tokenizer: Tokenizer) -> str:
-    """Return a text to compare tokenizers with: of the tokenizer's own characters if it knows no others."""
-    if isinstance(tokenizer, CharactersTokenizer):
-        return "".join(tokenizer.characters)
-    return _TEXT
 
 
 def _check_login() -> None:

@@ -13,7 +13,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.errors import CheckpointError, first_line
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.files import is_number, open_regular
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.model.hf_config import our_name
@@ -81,31 +81,25 @@ def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
         raise CheckpointError(
             f"{path}: no `model` with weights; supported are the .pt files of nanoGPT and of programs derived from it"
         )
-    problems: list[str] = []
-
-    def found(read: Callable[[], _T]) -> _T | None:
-        try:
-            return read()
-        except _Unfit as unfit:
-            problems.append(str(unfit))
-            return None
-
+    problems = Problems()
+    found = problems.of
     weights = found(lambda: _weights(content["model"])) or {}
     n_head = found(lambda: _heads(content))
     model = found(lambda: _shape(weights, n_head or 1)) if weights else None
     added = {} if model is None else _zero_biases(weights, model)
     if model is not None:
-        problems += _differences(weights | added, model)
+        problems.found += map(CheckpointError, _differences(weights | added, model))
     moments, steps = found(lambda: _moments(content.get("optimizer"), weights)) or (None, None)
     step = found(lambda: _step(content, steps))
-    if problems or model is None or step is None:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+    if problems.found or model is None or step is None:
+        raise CheckpointError(f"{path}: {'; '.join(map(str, problems.found))}")
     if moments is not None and steps is not None:
         for name, zero in added.items():
             zeros = {key: torch.zeros_like(zero) for key in _MOMENTS}
             moments[name] = {"step": torch.tensor(float(steps)), **zeros}
     is_nanogpt = isinstance(content.get("model_args"), Mapping)
     settings = content.get("config") if is_nanogpt else None
+    settings = settings.items() if isinstance(settings, Mapping) else ()
     return ForeignCheckpoint(
         model,
         weights | added,
@@ -113,22 +107,25 @@ def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
         step,
         is_nanogpt=is_nanogpt,
         has_biases=not added,
-        settings=_plain(settings),
+        settings={str(n): value for n, value in settings if type(value) in (int, float, bool, str)},
         next_rate=_next_rate(content.get("optimizer")) if is_nanogpt else None,
         best_val_loss=_number(content.get("best_val_loss")),
     )
 
 
-class _Unfit(Exception):
-    """A part of the file that cannot be used; the other parts are checked too."""
+@dataclass
+class Problems:
+    """What is wrong with several things, each of which is checked whatever the others have."""
 
+    found: list[GPT2LabError] = field(default_factory=list)
 
-def _plain(settings: Any) -> dict[str, Any]:
-    """Return a file's settings of the types that nanoGPT writes."""
-    if not isinstance(settings, Mapping):
-        return {}
-    kinds = (int, float, bool, str)
-    return {str(name): value for name, value in settings.items() if type(value) in kinds}
+    def of(self, act: Callable[[], _T]) -> _T | None:
+        """Return what `act` returns; None, and its error is noted, if it rejects something."""
+        try:
+            return act()
+        except (CheckpointError, ConfigError, DataError) as error:
+            self.found.append(error)
+            return None
 
 
 def _number(value: Any) -> float | None:
@@ -177,10 +174,7 @@ class _StandIn:
 
 
 def _stand_ins(path: Path) -> list[Any]:
-    """Return what a trusted file may call besides torch's own list: numpy's arrays, and stand-ins for settings.
-
-    Raises: CheckpointError if the file names anything else; OSError.
-    """
+    """Return what a trusted file may call besides torch's own list: numpy's arrays, and stand-ins for settings."""
     found: list[Any] = [*_NUMBER_TYPES]
     if not zipfile.is_zipfile(path):  # torch's format before 1.6 does not list what it calls
         return found
@@ -210,16 +204,18 @@ def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         ours[short] = _as_float(str(full_name), tensor)
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
-        raise _Unfit("lm_head.weight differs from wte.weight; only a tied head is supported")
+        raise CheckpointError(
+            "lm_head.weight differs from wte.weight; only a tied head is supported"
+        )
     return ours
 
 
 def _as_float(name: str, tensor: Any) -> torch.Tensor:
     """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is rejected."""
     if not isinstance(tensor, torch.Tensor):
-        raise _Unfit(f"{name} is not a tensor")
+        raise CheckpointError(f"{name} is not a tensor")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise _Unfit(f"{name} claims more values than the file holds")
+        raise CheckpointError(f"{name} claims more values than the file holds")
     return tensor.float().contiguous()
 
 
@@ -231,7 +227,7 @@ def _heads(content: dict[str, Any]) -> int:
         for name in _HEADS:
             if isinstance(values.get(name), int):
                 return int(values[name])
-    raise _Unfit(
+    raise CheckpointError(
         "no n_head in model_args, config or args, and it cannot be derived from the tensors"
     )
 
@@ -239,11 +235,11 @@ def _heads(content: dict[str, Any]) -> int:
 def _shape(weights: dict[str, torch.Tensor], n_head: int) -> ModelConfig:
     for name in ("wte.weight", "wpe.weight"):
         if name not in weights or weights[name].dim() != 2:
-            raise _Unfit(f"no tensor {name}; not a GPT-2")
+            raise CheckpointError(f"no tensor {name}; not a GPT-2")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     vocab_size, n_embd = weights["wte.weight"].shape
     if n_head < 1 or n_embd % n_head:
-        raise _Unfit(f"width {n_embd} is not a multiple of n_head {n_head}")
+        raise CheckpointError(f"width {n_embd} is not a multiple of n_head {n_head}")
     return ModelConfig(
         n_layer=len(blocks),
         n_head=n_head,
@@ -301,7 +297,9 @@ def _moments(
         if not state:  # saved before the first update
             return None, None
         if [len(group) for group in groups] != [len(matrices), len(vectors)]:
-            raise _Unfit("the optimizer's groups are not AdamW's of matrices and of vectors")
+            raise CheckpointError(
+                "the optimizer's groups are not AdamW's of matrices and of vectors"
+            )
         ours: dict[str, dict[str, torch.Tensor]] = {}
         for name, index in zip([*matrices, *vectors], [*groups[0], *groups[1]], strict=True):
             step = torch.as_tensor(state[index]["step"], dtype=torch.float32).reshape(())
@@ -309,13 +307,13 @@ def _moments(
             for key in _MOMENTS:
                 moment = _as_float(f"{key} of {name}", state[index][key])
                 if moment.shape != weights[name].shape or not torch.isfinite(moment).all():
-                    raise _Unfit(f"the optimizer's {key} does not fit {name}")
+                    raise CheckpointError(f"the optimizer's {key} does not fit {name}")
                 ours[name][key] = moment
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise _Unfit(f"its optimizer is not AdamW's state ({error!r})") from error
+        raise CheckpointError(f"its optimizer is not AdamW's state ({error!r})") from error
     steps = {int(values["step"]) for values in ours.values()}
     if len(steps) != 1:
-        raise _Unfit("the optimizer's parameters have different numbers of steps")
+        raise CheckpointError("the optimizer's parameters have different numbers of steps")
     return ours, steps.pop()
 
 
@@ -330,4 +328,4 @@ def _step(content: dict[str, Any], counted: int | None) -> int:
         return counted
     if type(content.get("step")) is int:
         return int(content["step"]) + 1  # that program counts from 0
-    raise _Unfit("neither iter_num nor step: the number of updates is unknown")
+    raise CheckpointError("neither iter_num nor step: the number of updates is unknown")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,10 +74,7 @@ def export_gguf(
     assert tokenizer is not None
     model = load_weights(target).eval()
     metadata = _metadata(gguf, target, tokenizer, dtype)
-    tensors = {
-        name: (gguf.quants.quantize(values, kind), kind)
-        for name, values, kind in _tensors(gguf, model, dtype)
-    }
+    tensors = _tensors(gguf, model, dtype)
     with system_errors_as(SaveError, out, fix="choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with staged_new_file(out) as temporary:
@@ -95,9 +91,6 @@ def export_gguf(
         "dtype": dtype,
     }
     return numbers, target.warnings
-
-
-# -- what is written ---------------------------------------------------------------------------------------------------
 
 
 def _why_not(shape: ModelConfig, tokenizer: Tokenizer | None, dtype: GgufDtype) -> str | None:
@@ -174,15 +167,16 @@ def _metadata(gguf: Any, target: Target, tokenizer: Tokenizer, dtype: GgufDtype)
     return metadata
 
 
-def _tensors(gguf: Any, model: GPT, dtype: GgufDtype) -> Iterator[tuple[str, np.ndarray, Any]]:
-    """Yield llama.cpp's name, the fp32 values without padding rows, and the type of each tensor."""
+def _tensors(gguf: Any, model: GPT, dtype: GgufDtype) -> _Stored:
+    stored = {}
     for full_name, parameter in model.named_parameters():
         values = parameter.detach()
         if full_name == "wte.weight":
-            values = values[: model.config.id_limit]
+            values = values[: model.config.id_limit]  # without padding rows
         is_matrix = values.dim() == 2 and full_name != "wpe.weight"
         kind = gguf.GGMLQuantizationType[_TYPES[dtype if is_matrix else "float32"]]
-        yield _name(full_name), values.contiguous().numpy(), kind
+        stored[_name(full_name)] = gguf.quants.quantize(values.contiguous().numpy(), kind), kind
+    return stored
 
 
 def _name(full_name: str) -> str:
@@ -192,9 +186,6 @@ def _name(full_name: str) -> str:
     if block is None:
         return f"{_NAMES[layer]}.{which}"
     return f"blk.{block[1]}.{_NAMES[layer[block.end() :]]}.{which}"
-
-
-# -- written and read back ---------------------------------------------------------------------------------------------
 
 
 def _write(gguf: Any, path: Path, metadata: dict[str, Any], tensors: _Stored) -> None:
@@ -219,8 +210,6 @@ def _check(
 
     Returns: the largest difference of the logits of one text of random ids, as long as the context, and the largest
     logit.
-
-    Raises: CheckError.
     """
     reader = gguf.GGUFReader(path)
     for key, value in metadata.items():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.mixture import read_sources
@@ -22,107 +21,93 @@ from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.evaluation.validation import ValidationLoss, open_validation
 from gpt2lab.files import sha256_of
-from gpt2lab.interop.foreign import ForeignCheckpoint, read_foreign
+from gpt2lab.interop.foreign import ForeignCheckpoint, Problems, read_foreign
 from gpt2lab.interop.nanogpt import Entry, differences, entries_of
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.optim.schedule import lr_at
+from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.training.evaluator import validation_line
 from gpt2lab.training.pretrain import choose_hardware
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 from gpt2lab.training.start import Start
 
-T = TypeVar("T")
 _VOCABULARY = {"vocab_size", "num_tokens"}
 _NO_BF16 = (
     "no bf16 on this machine; on a GPU resume with --device cuda --dtype bf16 --allow_change dtype"
 )
 
 
-@dataclass(frozen=True)
-class PlannedImport:
-    """A file that passed its checks, and the run that it becomes."""
+def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -> int:
+    """Convert the file, evaluate it, commit it, and print what was taken from it and how to continue.
 
-    path: Path
-    request: RunRequest  # without what was taken from the file
-    foreign: ForeignCheckpoint
-    start: Start
-    entries: list[Entry]  # what was taken from nanoGPT's settings; [] for other programs
-
-    def settings_table(self) -> list[tuple[str, str, str]]:
-        """Return rows of what nanoGPT had, what the run has, and why the two differ; [] for other programs."""
-        return _settings_table(self) if self.foreign.is_nanogpt else []
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The checkpoint that was written, and its evaluation."""
-
-    folder: Path
-    loss: ValidationLoss
-    seconds: float  # of the evaluation
-
-
-def import_planned(planned: PlannedImport, runtime: Runtime) -> Imported:
-    """Evaluate the file's weights and write the run's folder with its first checkpoint.
-
-    Raises: DataError, CheckpointError, SaveError.
+    Raises: CheckpointError for the file, ConfigError and DataError for the run it begins, with all that is wrong in one
+    line; nothing is written then. SaveError.
     """
-    start = planned.start
-    padding = start.config.model.vocab_size - planned.foreign.model.vocab_size
-    foreign = planned.foreign.with_rows(padding)
-    model = _model(start, foreign)
+    runtime = Runtime()
+    path = paths.from_working_directory(path)
+    start, foreign, entries = _plan(request, path, runtime, trust=trust)
+    print(f"evaluating {path.name} on {start.config.eval.val_tokens:,} tokens", flush=True)
+    padded = foreign.with_rows(start.config.model.vocab_size - foreign.model.vocab_size)
+    model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(padded.weights[name])
     loss, seconds = _evaluate(start, model, runtime)
-    folder = _commit(start, foreign, model, planned.path, runtime, loss, seconds)
-    return Imported(folder, loss, seconds)
+    folder = _commit(start, padded, model, path, runtime, loss, seconds)
+    for warning in start.warnings:
+        print(f"note: {warning}")
+    if foreign.is_nanogpt:
+        rows = _settings_table(request, start, foreign, entries)
+        theirs, ours = (max(len(row[column]) for row in rows) for column in (0, 1))
+        for row in rows:
+            print(f"{row[0].ljust(theirs)}  {row[1].ljust(ours)}  {row[2]}".rstrip())
+    moments = "as in the file" if foreign.moments else "none in the file: its moments begin at zero"
+    before = foreign.best_val_loss
+    print(
+        f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
+        f"{validation_line(loss, seconds)}"
+        f"{'' if before is None else f' | best in the file {before:.4f}'}\n"
+        f"optimizer {moments}\n"
+        f"data begins at sample 0: the file does not record the windows that it was trained on\n"
+        f"saved as {paths.display_path(folder)}; continue with: "
+        f"{summary.command_to_resume(start.run_dir, world_size=1)}"
+    )
+    return 0
 
 
-@dataclass
-class _Problems:
-    """All problems, reported in one message."""
-
-    found: list[GPT2LabError] = field(default_factory=list)
-
-    def of(self, act: Callable[[], T]) -> T | None:
-        try:
-            return act()
-        except (CheckpointError, ConfigError, DataError) as error:
-            self.found.append(error)
-            return None
-
-    def reject(self) -> None:
-        """Raise what was found: as it is if it is one thing."""
-        if self.found:
-            first = self.found[0].with_traceback(None)
-            texts = dict.fromkeys(str(error) for error in self.found)
-            raise first if len(texts) == 1 else type(first)("; ".join(texts))
-
-
-def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: bool) -> PlannedImport:
-    """Read the file and plan the run that it becomes; nothing is written.
-
-    Raises: CheckpointError, ConfigError or DataError with all problems of both.
-    """
+def _plan(
+    request: RunRequest, path: Path, runtime: Runtime, *, trust: bool
+) -> tuple[Start, ForeignCheckpoint, list[Entry]]:
+    """Return the run that the file becomes, what the file holds, and what was taken from nanoGPT's settings."""
     if runtime.world_size > 1:
         raise ConfigError("--import_checkpoint needs one process; resume with any number of them")
-    problems = _Problems()
+    problems = Problems()
     foreign = problems.of(lambda: read_foreign(path, trust=trust))
-    problems.of(lambda: _check_optimizer(request, path))
-    tokenizer = problems.of(lambda: _tokenizer(request))
+    if request.config.optim.has_muon:
+        problems.found.append(
+            ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
+        )
+
+    def folders() -> tuple[Path, ...]:
+        return read_sources(request.config.data).folders
+
+    tokenizer = problems.of(lambda: tokenizer_of(folders()[0]))
     if foreign is None:  # then what the run would be is not known, but its data may be looked at
         if "data_dir" in request.chosen:
-            problems.of(lambda: _open_data(request))
-        problems.reject()
-    assert foreign is not None
+            problems.of(lambda: [open_data(folder, vocab_size=None) for folder in folders()])
+        raise _as_one(problems.found)
     entries = problems.of(lambda: _entries(foreign, tokenizer, path)) or []
-    problems.of(lambda: _check_shape(request, foreign, path))
+    if wrong := _other_shape(request, foreign, path):
+        problems.found.append(ConfigError("; ".join(wrong)))
     taken = _with_taken(request, foreign, entries, tokenizer)
     start = None
     if foreign.is_nanogpt and "data_dir" not in taken.chosen:
@@ -142,35 +127,25 @@ def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: boo
                 f"give its full length with --max_steps"
             )
         )
-    problems.reject()
-    assert start is not None
-    return PlannedImport(path, request, foreign, choose_hardware(start, runtime), entries)
+    if problems.found or start is None:
+        raise _as_one(problems.found)
+    return choose_hardware(start, runtime), foreign, entries
 
 
-def _check_optimizer(request: RunRequest, path: Path) -> None:
-    if request.config.optim.has_muon:
-        raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
+def _as_one(found: list[GPT2LabError]) -> GPT2LabError:
+    """Return one error for all: as it is if it is one thing."""
+    first, texts = found[0].with_traceback(None), dict.fromkeys(map(str, found))
+    return first if len(texts) == 1 else type(first)("; ".join(texts))
 
 
-def _tokenizer(request: RunRequest) -> Tokenizer | None:
-    return tokenizer_of(read_sources(request.config.data).folders[0])
-
-
-def _open_data(request: RunRequest) -> None:
-    for folder in read_sources(request.config.data).folders:
-        open_data(folder, vocab_size=None)
-
-
-def _check_shape(request: RunRequest, foreign: ForeignCheckpoint, path: Path) -> None:
+def _other_shape(request: RunRequest, foreign: ForeignCheckpoint, path: Path) -> list[str]:
     typed = request.config.model
     of_run = _VOCABULARY - request.typed if "num_tokens" in request.chosen else set()
-    wrong = [
+    return [
         f"--{name} {getattr(typed, name)}: {path.name} has {getattr(foreign.model, name)}"
         for name in ARCHITECTURE
         if name in request.chosen - of_run and getattr(typed, name) != getattr(foreign.model, name)
     ]
-    if wrong:
-        raise ConfigError("; ".join(wrong))
 
 
 def _entries(foreign: ForeignCheckpoint, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
@@ -219,10 +194,11 @@ def _given_length(request: RunRequest) -> str | None:
     return next((n for n in LENGTHS if n in request.chosen and flat[n] is not None), None)
 
 
-def _settings_table(planned: PlannedImport) -> list[tuple[str, str, str]]:
-    start, foreign, request = planned.start, planned.foreign, planned.request
-    entries, flat = planned.entries, to_flat(start.config)
-    length = _given_length(request)
+def _settings_table(
+    request: RunRequest, start: Start, foreign: ForeignCheckpoint, entries: list[Entry]
+) -> list[tuple[str, str, str]]:
+    """Return rows of what nanoGPT had, what the run has, and why the two differ."""
+    flat, length = to_flat(start.config), _given_length(request)
     if foreign.next_rate is not None:
         rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
         same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
@@ -246,19 +222,8 @@ def _settings_table(planned: PlannedImport) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
-    model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(foreign.weights[name])
-    return model
-
-
 def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
-    """Measure the validation loss of the imported weights, in nats, and the seconds it took.
-
-    Raises: DataError; CheckpointError if the loss is not finite.
-    """
+    """Measure the validation loss of the imported weights, in nats, and the seconds it took."""
     config, began = start.config, time.monotonic()
     validation = open_validation(
         start.data,
@@ -286,7 +251,6 @@ def _commit(
     loss: ValidationLoss,
     seconds: float,
 ) -> Path:
-    """Write the run's folder with this one checkpoint and its evaluation."""
     config = start.config
     rng.seed_everything(config.data.seed)
     optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))

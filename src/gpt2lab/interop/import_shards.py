@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.config.flags import option
 from gpt2lab.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -39,7 +40,7 @@ from gpt2lab.interop.token_files import DTYPES, SUFFIXES, Layout, Place, TokenFi
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import open_tokenizer, record_of
+from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer, record_of
 from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
 
 # One of these words in a file's name, delimited by other characters than letters and digits, tells its split.
@@ -50,19 +51,33 @@ _TOKENIZER_FILES = {CHARACTERS_FILE, TOKENIZER_FILE, CONFIG_FILE}
 _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """Facts that the user states about files that do not record them; None: the format's default."""
 
-    layout: Layout | None = None
-    dtype: str | None = None  # a key of formats.DTYPES
-    offset: int = 0  # bytes before the first id of a raw file
-    tokenizer: str | None = None
-    end_token: str | None = None  # of that tokenizer
-    end_of_text: Place | None = None
-    end_of_text_id: int | None = None
-    train_files: tuple[str, ...] = ()  # patterns of names; none: all that are not for validation
-    val_files: tuple[str, ...] = ()
+    tokenizer: str | None = option(
+        None,
+        f"unknown | {TOKENIZER}; default: the one that the files record, gpt2 for .npy and nanoGPT's",
+    )
+    end_token: str | None = option(
+        None, "end-of-text token of a tokenizer.json, where that names none"
+    )
+    val_files: tuple[str, ...] = option(
+        (),
+        "names of the validation files, such as '00000_*.ds'; default those with val in the name",
+    )
+    train_files: tuple[str, ...] = option((), "names of the training files; default all others")
+    end_of_text: Place | None = option(
+        None, "position of the end-of-text id relative to its document; default: the format's"
+    )
+    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
+    format: Layout | None = option(
+        None, "default by the name and the first bytes; raw: ids without a header"
+    )
+    dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
+        None, "type of the ids if the files do not record it; default uint16"
+    )
+    offset: int = option(0, "bytes before the first id of raw files", least=0)
 
 
 def import_folder(
@@ -81,7 +96,12 @@ def import_folder(
     names, not_taken = _choose(folder, wanted)
     splits = [split for split in SPLITS for _ in names[split]]
     files = [_read(folder / name, wanted) for split in SPLITS for name in names[split]]
-    layout = _common_layout(files)
+    for file in files:
+        if file.layout != files[0].layout:
+            raise DataError(
+                f"{file.path}: {file.layout}, but {files[0].path.name} is {files[0].layout}; "
+                f"select the files of one format with --train_files and --val_files"
+            )
     tokenizer = _tokenizer_of(folder, files, wanted)
     assumed = _assumed_end_of_text(files, tokenizer, wanted)
     measured = _measure(files, assumed.id, tokenizer)
@@ -98,9 +118,9 @@ def import_folder(
         "documents": sum(entry["documents"] for entry in entries),
         "files": entries,
     }
-    if layout != "npy":
-        manifest |= {"layout": layout, "not_taken": not_taken}
-    elif not_taken:
+    if files[0].layout != "npy":
+        manifest["layout"] = files[0].layout
+    if not_taken or "layout" in manifest:
         manifest["not_taken"] = not_taken
     if end_of_text != end_of_text_of(manifest):
         manifest["end_of_text"] = {"id": end_of_text.id, "place": end_of_text.place}
@@ -120,7 +140,6 @@ def import_folder(
 
 
 def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_separate: bool) -> None:
-    """Write the tokenizer's files next to shards.json, unless they exist already."""
     files = tokenizer.files if tokenizer else {}
     if is_separate and (
         others := sorted(_TOKENIZER_FILES.intersection(os.listdir(target)) - set(files))
@@ -186,7 +205,7 @@ def _by_patterns(
     """Select by --train_files and --val_files; the shell may have expanded them to paths."""
     # With --format token files may have any name.
     candidates = (
-        [n for n in present if not n.endswith(_COMPANIONS)] if wanted.layout else token_files
+        [n for n in present if not n.endswith(_COMPANIONS)] if wanted.format else token_files
     )
 
     def matching(patterns: Sequence[str], flag: str) -> list[str]:
@@ -214,7 +233,6 @@ def _by_patterns(
 
 
 def _by_words(folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Select by the words train and val in the names."""
     chosen: dict[str, list[str]] = {split: [] for split in SPLITS}
     for name in sorted(names, key=_natural):
         words = re.split(r"[^a-z0-9]+", name.rpartition(".")[0].lower())
@@ -236,9 +254,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _read(path: Path, wanted: ImportOptions) -> TokenFile:
-    """Return the facts of a file, by its own format."""
     try:
-        layout = wanted.layout or ("raw" if wanted.offset else formats.recognise(path))
+        layout = wanted.format or ("raw" if wanted.offset else formats.recognise(path))
         if wanted.offset and layout != "raw":
             raise ConfigError(f"--offset is for raw files; {layout} files record it themselves")
         if layout == "raw":
@@ -258,16 +275,6 @@ def _read(path: Path, wanted: ImportOptions) -> TokenFile:
     if found.tokens == 0:
         raise DataError(f"{path}: empty")
     return found
-
-
-def _common_layout(files: list[TokenFile]) -> Layout:
-    for file in files:
-        if file.layout != files[0].layout:
-            raise DataError(
-                f"{file.path}: {file.layout}, but {files[0].path.name} is {files[0].layout}; "
-                f"select the files of one format with --train_files and --val_files"
-            )
-    return files[0].layout
 
 
 def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -> Tokenizer | None:
@@ -294,7 +301,6 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
 
 
 def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
-    """Compare the given tokenizer with the one that a file records."""
     if file.tokenizer is None:
         return
     named = file.tokenizer.lower()
@@ -366,13 +372,8 @@ def _measure(
     files: list[TokenFile], end_of_text: int | None, tokenizer: Tokenizer | None
 ) -> list[_Measured]:
     """Read every byte once; hashing releases Python's lock, so threads use all cores."""
-
-    def measure(file: TokenFile) -> _Measured:
-        with system_errors_as(DataError, file.path, what="cannot be read"):
-            return _measure_file(file, end_of_text, tokenizer)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(measure, files)
+        results = pool.map(lambda file: _measure_file(file, end_of_text, tokenizer), files)
         return list(tqdm(results, total=len(files), unit="file", leave=False, disable=None))
 
 
@@ -381,19 +382,20 @@ def _measure_file(
 ) -> _Measured:
     dtype, bound = DTYPES[file.dtype]
     marks, index_hash = None, None
-    if file.index is not None:
-        assert file.layout in ("datatrove", "megatron")  # no others have one
-        index_hash = sha256_of(file.index)
-        ends = read_document_ends(file.layout, file.index)
-        marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
-    facts = measure_shard(
-        file.path,
-        offset=file.offset,
-        dtype=dtype,
-        end_of_text=end_of_text,
-        tokenizer=tokenizer,
-        watch=marks.watch if marks else lambda ids: None,
-    )
+    with system_errors_as(DataError, file.path, what="cannot be read"):
+        if file.index is not None:
+            assert file.layout in ("datatrove", "megatron")  # no others have one
+            index_hash = sha256_of(file.index)
+            ends = read_document_ends(file.layout, file.index)
+            marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
+        facts = measure_shard(
+            file.path,
+            offset=file.offset,
+            dtype=dtype,
+            end_of_text=end_of_text,
+            tokenizer=tokenizer,
+            watch=marks.watch if marks else lambda ids: None,
+        )
     if facts["bytes"] != file.offset + file.tokens * np.dtype(dtype).itemsize:
         raise DataError(
             f"{file.path}: changed while it was read; repeat the import when it is complete"
@@ -413,10 +415,7 @@ def _measure_file(
 def _confirmed_end_of_text(
     files: list[TokenFile], measured: list[_Measured], assumed: EndOfText, typed: Place | None
 ) -> EndOfText:
-    """Return what separates the documents, by the indices where there are any.
-
-    Raises: DataError if documents differ from each other, or from what the user states.
-    """
+    """Return what separates the documents, by the indices where there are any."""
     marks = [one.marks for one in measured if one.marks is not None]
     if not marks or assumed.id is None:
         return assumed
@@ -438,7 +437,6 @@ def _confirmed_end_of_text(
 def _entry(
     file: TokenFile, split: str, measured: _Measured, end_of_text: EndOfText
 ) -> dict[str, Any]:
-    """Return the manifest's entry of a file."""
     entry = {"name": file.path.name, "split": split, "tokens": file.tokens, **measured.facts}
     if end_of_text.id is None:
         entry["documents"] = measured.marks.count if measured.marks else 0

@@ -25,11 +25,7 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from lm_eval.utils import (
-    get_rolling_token_windows,
-    make_disjoint_window,
-    simple_parse_args_string,
-)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
 from gpt2lab import paths
 from gpt2lab.config.schema import SystemConfig
@@ -179,10 +175,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability in nats, whether greedy decoding writes it) of each continuation.
-
-        Raises: DataError if one has no tokens, or more than the context holds.
-        """
+        """Return (log-probability in nats, whether greedy decoding writes it) of each continuation."""
         for (_, text), _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise DataError(
@@ -193,10 +186,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return list(zip(nats.tolist(), is_greedy.tolist(), strict=True))
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool.
-
-        Raises: NonFiniteError.
-        """
+        """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool."""
         sequences, order = [], []
         for context, numbers in _by_context(pairs):
             sequences.append([np.array(context), *(np.array(pairs[i][1]) for i in numbers)])
@@ -235,10 +225,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return [found[number] for number in range(len(requests))]
 
     def _drawing(self, settings: dict[str, Any]) -> Drawing:
-        """Read the generation_kwargs of a task.
-
-        Raises: ConfigError for one that is not known, or more tokens than the context has room for.
-        """
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         until = handle_stop_sequences(given.pop("until", None), eos=self._tokenizer.end_token)
         room, is_drawn = given.pop("max_gen_toks"), given.pop("do_sample")
@@ -263,7 +249,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         return drawing
 
     def _write(self, drawing: Drawing, prompts: list[Prompt]) -> list[str]:
-        """Return the texts that continue some prompts, without their stop texts."""
         end, stops = self.eot_token_id, drawing.until
         # A token has at least one byte, so this many hold every stop text that the newest one completes.
         tail = max(len(stop.encode()) for stop in stops) + 4

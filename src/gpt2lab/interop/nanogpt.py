@@ -31,13 +31,8 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("dtype", "device", "dataset"), str),
     "decay_lr": bool,
 }
-_SAME = {
-    "weight_decay": "weight_decay",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "grad_clip": "grad_clip",
-    "dropout": "dropout",
-    "log_interval": "log_freq",
+_SAME = {name: name for name in ("weight_decay", "beta1", "beta2", "grad_clip", "dropout")} | {
+    "log_interval": "log_freq"
 }
 
 
@@ -169,19 +164,9 @@ def differences(*, has_biases: bool, rows: int, ids: int) -> list[Entry]:
         Entry("exact GELU", here="tanh GELU", why="GPT-2's form: the loss moves a little at first"),
     ]
     if not has_biases:
-        found.append(
-            Entry(
-                "trained without biases",
-                here="biases of zero",
-                why="they compute the same, and are trained from here on",
-            )
-        )
+        why = "they compute the same, and are trained from here on"
+        found.append(Entry("trained without biases", here="biases of zero", why=why))
     if ids < rows:
-        found.append(
-            Entry(
-                f"softmax over {rows:,} rows",
-                here=f"over the {ids:,} ids of text",
-                why="the other rows are padding",
-            )
-        )
+        theirs, here = f"softmax over {rows:,} rows", f"over the {ids:,} ids of text"
+        found.append(Entry(theirs, here=here, why="the other rows are padding"))
     return found

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2lab import fmt
+from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.uncertainty import estimate_mean
@@ -42,16 +43,22 @@ _BOOTSTRAPS = 1000
 class TaskRequest:
     """Which tasks of lm-eval to measure, and how."""
 
-    names: str  # separated by commas
-    limit: int | None = None  # of each task only the first items
-    num_fewshot: int | None = None  # None: the task's default
-    tasks_path: Path | None = None  # a folder with more tasks as YAML files
-    apply_chat_template: bool = False
+    tasks: str | None = option(
+        None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
+    )
+    limit: int | None = option(None, "of each task only the first N items", least=1)
+    num_fewshot: int | None = option(
+        None, "examples before each item of a task; default: the task's own", least=0
+    )
+    tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
+    apply_chat_template: bool = option(
+        False, "put the tasks' prompts into the chat template of a fine-tuned run"
+    )
 
     @property
     def wanted(self) -> list[str]:
         """The single names."""
-        return [name.strip() for name in self.names.split(",") if name.strip()]
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,8 @@ def require_tasks(request: TaskRequest) -> None:
 
     Raises: ConfigError if it is not installed, there are no tasks in the folder, or no file has a name of the request.
     """
-    spec, wanted, tasks_path = (
-        importlib.util.find_spec("lm_eval"),
-        request.wanted,
-        request.tasks_path,
-    )
+    spec, wanted = importlib.util.find_spec("lm_eval"), request.wanted
+    tasks_path = request.tasks_path
     if spec is None:
         raise ConfigError(
             "--tasks needs EleutherAI's lm-eval, which is not installed: pip install 'gpt2lab[lm-eval]'"
@@ -101,12 +105,7 @@ def require_tasks(request: TaskRequest) -> None:
 
 
 def measure_tasks(
-    request: TaskRequest,
-    target: Target,
-    model: GPT,
-    *,
-    strategy: Strategy,
-    runtime: Runtime,
+    request: TaskRequest, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime
 ) -> TaskResults | None:
     """Return what the tasks of lm-eval measure; None on other ranks than 0.
 
@@ -114,7 +113,7 @@ def measure_tasks(
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
     # The library prints messages to stdout.
-    with doing(f"tasks {request.names}"), contextlib.redirect_stdout(sys.stderr):
+    with doing(f"tasks {request.tasks}"), contextlib.redirect_stdout(sys.stderr):
         from lm_eval import simple_evaluate
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
@@ -137,9 +136,7 @@ def measure_tasks(
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
-    if runtime.rank:
-        return None
-    return _read(found)
+    return None if runtime.rank else _read(found)
 
 
 def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
@@ -181,13 +178,11 @@ def _in_one_line(act: Callable[[], Any]) -> Any:
 
 
 def _read(found: dict[str, Any]) -> TaskResults:
-    """Read what lm-eval returned."""
     numbers: dict[str, dict[str, Any]] = {}
     items: dict[str, Results] = {}
     sizes, shots = found["n-samples"], found["n-shot"]
     for task, values in found["results"].items():
-        size = sizes.get(task)
-        shot = shots.get(task)
+        size, shot = sizes.get(task), shots.get(task)
         n = size["effective"] if size else None
         name = task + (f"-{shot}shot" if shot else "")
         if size and n < size["original"]:
@@ -225,9 +220,8 @@ def _items(name: str, samples: list[dict[str, Any]], metrics: dict[str, Any]) ->
     digest = hashlib.sha256()
     per_unit: dict[str, dict[int, Any]] = {}
     for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
-        digest.update(
-            f"{sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}\n".encode()
-        )
+        hashes = (sample[f"{part}_hash"] for part in ("doc", "prompt", "target"))
+        digest.update(f"{' '.join(hashes)}\n".encode())
         for metric in sample["metrics"]:
             key = _metric_name(metric, sample["filter"])
             per_unit.setdefault(key, {})[sample["doc_id"]] = sample[metric]

@@ -37,16 +37,8 @@ _LLMC_KINDS = {  # magic: version, type of the ids, tokenizer
     20240801: (7, "uint32", "llama-3"),
 }
 _LLMC_MAGICS = range(20240000, 20250000)  # of its models, evaluations and tokenizers too
-_MEGATRON_DTYPES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
+# By Megatron's codes, from 1.
+_MEGATRON_DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"]
 _BLOCK = 1 << 20  # sequences of an index checked at a time
 
 
@@ -131,8 +123,10 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
             f"on every token"
         )
     if metadata.exists():
-        tokenizer, width, tokens = _read_metadata(metadata)
-        dtype = _agree(path, dtype, width, metadata.name)
+        tokenizer, found, tokens = _read_metadata(metadata)
+        if dtype is not None and DTYPES[dtype][0] != DTYPES[found][0]:
+            raise DataError(f"{path}: --dtype {dtype}, but {metadata.name} says {found}")
+        dtype = found
     if index.exists():
         ends = read_datatrove_index(index)
         last = int(ends[-1]) if len(ends) else 0
@@ -147,15 +141,9 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
         )
     if tokens is None:
         tokens = size // np.dtype(DTYPES[dtype][0]).itemsize
-    found = TokenFile(
-        path,
-        "datatrove",
-        tokens,
-        dtype,
-        tokenizer=tokenizer,
-        index=index if index.exists() else None,
-    )
-    return _check_size(found, size, "the file beside it")
+    beside = index if index.exists() else None
+    file = TokenFile(path, "datatrove", tokens, dtype, tokenizer=tokenizer, index=beside)
+    return _check_size(file, size, "the file beside it")
 
 
 def read_megatron(path: Path) -> TokenFile:
@@ -165,7 +153,9 @@ def read_megatron(path: Path) -> TokenFile:
     """
     index = path.with_suffix(".idx")
     code, lengths, pointers, _ = map_megatron_index(index)
-    dtype = _MEGATRON_DTYPES.get(code, f"type {code}")
+    dtype = f"type {code}"
+    if 0 < code <= len(_MEGATRON_DTYPES):
+        dtype = _MEGATRON_DTYPES[code - 1]
     if dtype not in DTYPES:
         raise DataError(f"{index}: ids of {dtype}; supported are {', '.join(DTYPES)}")
     width = np.dtype(DTYPES[dtype][0]).itemsize
@@ -222,14 +212,7 @@ def _read_metadata(path: Path) -> tuple[str, str, int]:
         ) from error
 
 
-def _agree(path: Path, typed: str | None, found: str, where: str) -> str:
-    if typed is not None and DTYPES[typed][0] != DTYPES[found][0]:
-        raise DataError(f"{path}: --dtype {typed}, but {where} says {found}")
-    return found
-
-
 def _check_size(found: TokenFile, size: int, where: str) -> TokenFile:
-    """Return the file if it is as long as it should be, and not empty."""
     promised = found.offset + found.tokens * np.dtype(DTYPES[found.dtype][0]).itemsize
     if found.tokens < 0 or size != promised:
         raise DataError(

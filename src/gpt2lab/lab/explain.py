@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt2lab import fmt
 from gpt2lab.data.mixture import validation_orders
-from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.shards import TokenData, document_marks, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import checksums_of, choose_windows, divide_windows, hash_checksums
@@ -114,7 +114,7 @@ class _Windows:
         self.reader = WindowReader(self.shards, context_length=T, id_limit=ids)
         (order,) = validation_orders(self.data, context_length=T)
         samples = choose_windows(order, source.windows)
-        self.ends = self.reader.find_document_ends(self.data.end_of_text.id)
+        self.ends = [document_marks(shard, self.data.end_of_text.id) for shard in self.shards]
         self.shard, self.offset = order.locate(samples)
         parts = divide_windows(order, samples, self.ends)
         unit = np.repeat(parts.unit.astype(np.int32), parts.end - parts.begin)

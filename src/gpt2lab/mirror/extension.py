@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import FolderLostError
 from gpt2lab.mirror.resume import (
-    MirroredRun,
     catch_up_after_end,
     check_mirror,
-    fetch_before_start,
+    fetch_newer,
     fetch_on_this_machine,
     find_mirrored,
     may_use,
     open_uploader,
     wait_limit,
 )
-from gpt2lab.mirror.storage import connect
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.start import Start
@@ -44,26 +44,30 @@ class CheckpointMirror(Extension):
         Raises: ConfigError, CheckpointError.
         """
         self._is_typed = "checkpoint_mirror" in request.chosen
-        if (run := find_mirrored(request)) is None:
+        if (found := find_mirrored(request)) is None:
             return
-        if not self._is_typed and not may_use(run, is_typed=False):
+        url, run_dir = found
+        if not self._is_typed and not may_use(url, run_dir, is_typed=False):
             said = "used if typed: the checkpoint names it, and nobody did on this machine"
-            self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(run.url)} is only {said}"]
+            self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(url)} is only {said}"]
             return
-        self._warnings = fetch_before_start(run, request)
-        if (warning := check_mirror(run, request)) is not None:
+        if request.resume in ("latest", "auto"):
+            newest, _ = catalog.newest_valid(run_dir, set_aside=True)
+            self._warnings = fetch_newer(url, run_dir, newest)
+        if (warning := check_mirror(url, run_dir, request)) is not None:
             self._warnings.append(warning)
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
         """Give this machine the checkpoint that rank 0 chose; of a complete run, copy what its last start could not."""
-        url = start.config.checkpoint.checkpoint_mirror
-        run = MirroredRun(url or "", start.run_dir)
+        url, run_dir = start.config.checkpoint.checkpoint_mirror or "", start.run_dir
         is_typed = self._is_typed or start.checkpoint is None
-        self._is_used = runtime.on_rank_zero(lambda: bool(url) and may_use(run, is_typed=is_typed))
+        self._is_used = runtime.on_rank_zero(
+            lambda: bool(url) and may_use(url, run_dir, is_typed=is_typed)
+        )
         if not self._is_used:
             return
         if runtime.local_rank == 0:
-            may_use(run, is_typed=True)
+            may_use(url, run_dir, is_typed=True)
         if start.is_complete:
             if runtime.rank == 0:  # the other ranks wait in a barrier
                 catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
@@ -101,7 +105,6 @@ class CheckpointMirror(Extension):
         self._report(run.logger.newest_step)
 
     def _report(self, step: int) -> None:
-        """Write the news of the copies to status.json; a warning of each kind of error."""
         if self._uploader is None or self._run is None:
             return
         if (news := self._uploader.take_report()) is None:
@@ -110,16 +113,6 @@ class CheckpointMirror(Extension):
         for warning in warnings:
             self._run.logger.warn(warning, step)
         try:
-            self._run.folder.add_to_status(mirror=report.to_dict())
+            self._run.folder.add_to_status(mirror=asdict(report))
         except OSError as error:
             self._run.logger.warn(f"status.json: {error.strerror}", step)
-
-
-def check_url(request: RunRequest) -> None:
-    """Reject a mirror that cannot be used, before anything is asked of it.
-
-    Raises: ConfigError.
-    """
-    asked = request.config.checkpoint
-    if asked.checkpoint_mirror is not None:
-        connect(asked.checkpoint_mirror, asked.run_name or "new")

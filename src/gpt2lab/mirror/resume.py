@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from gpt2lab import fmt, paths
@@ -20,7 +20,7 @@ from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import read_regular, replace_durably
-from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, run_id
+from gpt2lab.mirror.storage import Copy, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
@@ -34,31 +34,23 @@ _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Ku
 _MARGIN_SECONDS = 10.0  # to end in, of that
 
 
-@dataclass(frozen=True)
-class MirroredRun:
-    """A run whose checkpoints are copied."""
-
-    url: str
-    run_dir: Path
-
-
-def may_use(run: MirroredRun, *, is_typed: bool) -> bool:
+def may_use(url: str, run_dir: Path, *, is_typed: bool) -> bool:
     """Tell whether a person chose a mirror: now, or before for this folder on this machine; a checkpoint must not.
 
     What is typed is noted for later starts.
     """
-    name = hashlib.sha256(os.fsencode(run.run_dir.resolve())).hexdigest()[:16]
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
     record = paths.of_user("XDG_STATE_HOME", ".local/state") / "gpt2lab" / "mirrors" / name
     with contextlib.suppress(OSError):  # no home folder: then every start has to name it
         if not is_typed:
-            return read_regular(record, at_most=10_000) == run.url.encode()
+            return read_regular(record, at_most=10_000) == url.encode()
         record.parent.mkdir(parents=True, exist_ok=True)
-        replace_durably(record, run.url)
+        replace_durably(record, url)
     return is_typed
 
 
-def find_mirrored(request: RunRequest) -> MirroredRun | None:
-    """Return the run that a request means, if its checkpoints are copied: as was chosen, else as its newest one says.
+def find_mirrored(request: RunRequest) -> tuple[str, Path] | None:
+    """Return the mirror and folder of the run that a request means, if it has one: as chosen, else as its newest says.
 
     Raises: ConfigError if the run to resume is not named.
     """
@@ -79,24 +71,11 @@ def find_mirrored(request: RunRequest) -> MirroredRun | None:
     if infos and "checkpoint_mirror" not in request.chosen:
         saved = infos[-1].manifest["config"].get("checkpoint_mirror")
         url = saved if isinstance(saved, str) else None
-    return None if url is None else MirroredRun(url, run_dir)
+    return None if url is None else (url, run_dir)
 
 
-def fetch_before_start(run: MirroredRun, request: RunRequest) -> list[str]:
-    """Fetch the mirror's newest checkpoint where --resume asks for the newest one; return warnings.
-
-    Raises: ConfigError if the mirror is another run's; CheckpointError, see `fetch_newer`.
-    """
-    if request.resume not in ("latest", "auto"):
-        return []
-    newest, _ = catalog.newest_valid(run.run_dir, set_aside=True)
-    return fetch_newer(run.url, run.run_dir, newest)[1]
-
-
-def fetch_newer(
-    url: str, run_dir: Path, newest: CheckpointInfo | None
-) -> tuple[CheckpointInfo | None, list[str]]:
-    """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return the newest, and warnings.
+def fetch_newer(url: str, run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
+    """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return warnings.
 
     Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
     the mirror cannot say or give one: whether the run has begun would be a guess.
@@ -117,7 +96,12 @@ def fetch_newer(
             if is_older or _is_left_behind(copy, events):
                 continue
             try:
-                return _fetch(mirror, copy, run_dir), warnings
+                size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
+                print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
+                # Locked, and swept of what a killed download left.
+                with contextlib.closing(RunFolder(run_dir)):
+                    mirror.fetch(copy, run_dir)
+                return warnings
             except (CheckpointError, FileNotFoundError) as error:
                 warnings.append(f"copy in the mirror skipped: {copy.name}: {first_line(error)}")
     except ConfigError:
@@ -130,10 +114,10 @@ def fetch_newer(
             raise CheckpointError(
                 f"{said}, and {run_dir} has no checkpoint; try again, or start without --resume"
             ) from error
-        return newest, [f"{said}; the run continues from its own step {newest.step}"]
+        return [f"{said}; the run continues from its own step {newest.step}"]
     if newest is None and warnings:
         raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
-    return newest, warnings
+    return warnings
 
 
 def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
@@ -147,13 +131,6 @@ def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
             is_same_start = event["event"] == "rewind" and event["attempt"] == attempt
             is_behind |= is_same_start or event["attempt"] > attempt
     return is_behind
-
-
-def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
-    size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
-    print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
-    with contextlib.closing(RunFolder(run_dir)):  # locked, and swept of what a killed download left
-        return catalog.open_checkpoint(mirror.fetch(copy, run_dir))
 
 
 def fetch_on_this_machine(start: Start) -> None:
@@ -185,16 +162,16 @@ def fetch_on_this_machine(start: Start) -> None:
     )
 
 
-def check_mirror(run: MirroredRun, request: RunRequest) -> str | None:
+def check_mirror(url: str, run_dir: Path, request: RunRequest) -> str | None:
     """Reject a mirror that cannot be one of this run; return a warning if it does not answer: training does not wait.
 
     Raises: ConfigError.
     """
-    mirror = connect(run.url, run.run_dir.name)
+    mirror = connect(url, run_dir.name)
     try:
         # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
-        is_resumed = request.resume is not None and catalog.has_checkpoints(run.run_dir)
-        own = run_id(run.run_dir) if is_resumed else None
+        is_resumed = request.resume is not None and catalog.has_checkpoints(run_dir)
+        own = run_id(run_dir) if is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise
@@ -218,8 +195,8 @@ def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
             status = history.read_json(path)
             if report is None or status is None:
                 return
-            if status.get("mirror") != report.to_dict():
-                status["mirror"] = report.to_dict()
+            if status.get("mirror") != asdict(report):
+                status["mirror"] = asdict(report)
                 replace_durably(path, json.dumps(status, indent=1) + "\n")
             print(describe_mirror(status))
     except (OSError, GPT2LabError) as error:

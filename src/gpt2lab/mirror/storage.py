@@ -56,12 +56,8 @@ from gpt2lab.files import (
 from gpt2lab.runs.events import METRICS
 
 FORMAT = "gpt2lab-mirror/1"
-_OWNER, _OF_RUN, _METRICS, _FORECAST = (
-    "mirror.json",
-    "of_run.json",
-    "metrics.jsonl.gz",
-    "estimate.json",
-)
+_OWNER, _OF_RUN = "mirror.json", "of_run.json"
+_METRICS, _FORECAST = "metrics.jsonl.gz", "estimate.json"
 _COPY = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 _BLOCK = 4 * 1024 * 1024
 _MOST_LOG = 1 << 36  # bytes of a log, 200 times a run of a million steps
@@ -170,28 +166,23 @@ class Mirror:
             raise answers[0]
         return answers[0]
 
-    # -- what is there -------------------------------------------------------------------------------------------
-
     def list_copies(self) -> tuple[list[Copy], list[str]]:
         """Return the complete copies, newest first, and a line for each one that cannot be used."""
         copies, problems = [], []
-        names = [name for name in self._names(self._root) if _COPY.fullmatch(name)]
-        for name in names:
+        for name in filter(_COPY.fullmatch, self._names()):
             try:
-                copy = self._known.get(name) or self._read_copy(name)
+                self._known[name] = self._known.get(name) or self._read_copy(name)
+                copies.append(self._known[name])
             except FileNotFoundError:
-                continue  # not complete
+                pass  # not complete
             except CheckpointError as error:
                 problems.append(str(error))
-                continue
-            self._known[name] = copy
-            copies.append(copy)
         return sorted(copies, key=lambda copy: copy.recency, reverse=True), problems
 
-    def _names(self, folder: str) -> list[str]:
+    def _names(self) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            found = self.fs.ls(folder, detail=False)
+            found = self.fs.ls(self._root, detail=False)
         except FileNotFoundError:
             top = self._base.partition("/")[0] if self._protocol in _BUCKETS else self._base
             if self._protocol in (*_BUCKETS, *_LOCAL) and not self.fs.exists(top):
@@ -219,7 +210,7 @@ class Mirror:
 
         Raises: ConfigError if something else is there.
         """
-        names = self._names(self._root)
+        names = self._names()
         if not names:
             return None
         foreign = ConfigError(
@@ -251,8 +242,6 @@ class Mirror:
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
                 f"with --resume latest, or choose another --run_name"
             )
-
-    # -- writing -------------------------------------------------------------------------------------------------
 
     def upload(self, folder: Path, manifest: dict[str, Any], tick: Tick = lambda: None) -> None:
         """Copy one checkpoint and what belongs to it; every byte read must have its manifest's hash.
@@ -399,7 +388,7 @@ class Mirror:
         complete = {copy.name for copy in copies}
         torn = [
             name
-            for name in self._names(self._root)
+            for name in self._names()
             if _COPY.fullmatch(name) and name not in complete and copies
             if int(name[5:].partition("-")[0]) < copies[-1].step
         ]
@@ -424,8 +413,6 @@ class Mirror:
             with contextlib.suppress(OSError):
                 self.fs.rmdir(place)
         return True
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def fetch(self, copy: Copy, run_dir: Path) -> Path:
         """Bring a copy into the run's folder, every byte verified, and return the checkpoint; call with it locked.
@@ -529,7 +516,6 @@ class Mirror:
 
 
 def _blocks(file: BinaryIO | gzip.GzipFile, size: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes of a file in blocks."""
     while size > 0 and (block := file.read(min(_BLOCK, size))):
         size -= len(block)
         yield block

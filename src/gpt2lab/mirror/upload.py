@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
@@ -31,10 +30,6 @@ class MirrorReport:
     step: int | None  # of the newest complete copy
     newest: int | None  # of the newest checkpoint of the run
     error: str | None  # of the last try; None if it worked
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return dict(self.__dict__)
 
 
 class Uploader:
@@ -67,8 +62,6 @@ class Uploader:
         thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread: threading.Thread | None = thread
         thread.start()
-
-    # -- the trainer's side --------------------------------------------------------------------------------------
 
     def notify_saved(self) -> None:
         """Say that a checkpoint was committed; returns at once."""
@@ -115,8 +108,6 @@ class Uploader:
 
     def _seconds_without_progress(self) -> float:
         return time.monotonic() - self._moved
-
-    # -- the thread's side ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
@@ -165,10 +156,7 @@ class Uploader:
             labels = self._labels()
             if labels is not None:
                 self._mirror.retire(
-                    labels,
-                    keep=self._keep,
-                    keep_emergency=self._keep_emergency,
-                    uploaded=uploaded,
+                    labels, keep=self._keep, keep_emergency=self._keep_emergency, uploaded=uploaded
                 )
 
     def _labels(self) -> dict[str, str] | None:
@@ -200,7 +188,6 @@ class Uploader:
         return next((info for info in wanted if copy_name(info.manifest) not in there), None)
 
     def _fail(self, error: Exception) -> None:
-        """Note an error; the first of its kind is a warning."""
         with self._changed:
             said, kind = first_line(error), type(error).__name__
             self._report = replace(self._report, error=f"{kind}: {said}")

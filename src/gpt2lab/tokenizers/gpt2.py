@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,9 @@ UNKNOWN = "unknown"  # the tokenizer of another program's shards whose ids are n
 END_OF_TEXT = 50256
 NUM_TOKENS = 50257  # real ids are 0 .. 50256; the model's rows above are padding
 
-# The hashes that tiktoken itself pins for this vocabulary (tiktoken_ext/openai_public.py).
+# The hashes that tiktoken itself pins for the two files of this vocabulary (tiktoken_ext/openai_public.py).
 _VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-VOCABULARY_HASH = (
-    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # encoder.json's
-)
+VOCABULARY_HASH = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
 
 @functools.cache
@@ -95,14 +92,6 @@ class GPT2Tokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return gpt2_encoding().decode(ids)
-
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the text of `decode` id by id."""
-        encoding = gpt2_encoding()
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
-        for id in ids:
-            yield decoder.decode(encoding.decode_single_token_bytes(id))
-        yield decoder.decode(b"", final=True)
 
     def byte_lengths(self) -> np.ndarray:
         """Return how many bytes of text each id stands for, (50257,) int64; 0 for <|endoftext|>."""

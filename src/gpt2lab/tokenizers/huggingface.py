@@ -138,10 +138,7 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
 
 
 def _require_trial(content: bytes, end_token: str | None, where: str) -> None:
-    """Reject a tokenizer that another process cannot use (see trial.py, which reads `content`), once per content.
-
-    Raises: DataError.
-    """
+    """Reject a tokenizer that another process cannot use (see trial.py, which reads `content`), once per content."""
     digest = hashlib.sha256(content).hexdigest()
     passed = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab" / "tokenizers_that_passed"
     with contextlib.suppress(OSError):
@@ -244,10 +241,6 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _ids_of(values: dict[str, Any], where: str) -> dict[str, int]:
-    """Return {token: id} of all tokens.
-
-    Raises: DataError if there are none, or more ids than any vocabulary has: tables have a row for each.
-    """
     vocabulary = values["model"].get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, Mapping) else {}
     if not ids:  # Unigram: pairs of token and score

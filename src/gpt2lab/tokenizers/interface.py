@@ -24,9 +24,7 @@ class Tokenizer(ABC):
     end_of_text: int  # the id before each document and after each answer
     end_token: str  # that id as text
     files: dict[str, bytes]  # what it is made of; empty if it is built in
-    cuts: re.Pattern[str] | None = (
-        None  # a text may be cut where this matches: its ids stay the same
-    )
+    cuts: re.Pattern[str] | None = None  # a text may be cut where this matches: its ids stay
     bytes_per_token: int = 4  # of English text, roughly
 
     @abstractmethod
@@ -134,17 +132,17 @@ def json_of_merges(ids: bytes, merges: bytes, end_token: str | None) -> bytes:
     return str(encoder.to_str()).encode()
 
 
-def json_without_merges(vocabulary: dict[str, int], end_token: str, *, of_bytes: bool) -> bytes:
-    """Return the tokenizer.json of single symbols, characters or bytes, followed by an end-of-text token."""
+def json_without_merges(vocabulary: dict[str, int], *, of_bytes: bool) -> bytes:
+    """Return the tokenizer.json of single symbols, characters or bytes, followed by <|endoftext|>."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Encoder
 
-    encoder = Encoder(models.BPE(vocab={**vocabulary, end_token: len(vocabulary)}, merges=[]))
+    encoder = Encoder(models.BPE(vocab={**vocabulary, END_TOKEN: len(vocabulary)}, merges=[]))
     encoder.decoder = decoders.Fuse()
     if of_bytes:
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         encoder.decoder = decoders.ByteLevel()
-    encoder.add_special_tokens([AddedToken(end_token, special=True)])
+    encoder.add_special_tokens([AddedToken(END_TOKEN, special=True)])
     return str(encoder.to_str()).encode()
 
 

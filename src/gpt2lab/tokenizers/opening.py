@@ -89,7 +89,6 @@ def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
 
 
 def _end_token_of(folder: Path) -> str | None:
-    """Return the end-of-text token that tokenizer_config.json names."""
     try:
         found = read_regular(folder / CONFIG_FILE, at_most=10**7, follow=True)
         token = parse_json(found)["eos_token"]

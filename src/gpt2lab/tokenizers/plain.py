@@ -19,8 +19,6 @@ from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet, js
 if TYPE_CHECKING:
     import numpy as np
 
-BYTES_NAME = "bytes"
-CHARACTERS_NAME = "characters"
 CHARACTERS_FILE = "characters.json"
 META_FILE = "meta.pkl"  # nanoGPT's
 _ANYWHERE = re.compile("")
@@ -31,7 +29,7 @@ _NUM_BYTES = 256
 class BytesTokenizer(Tokenizer):
     """The bytes of UTF-8 as ids 0 to 255, and <|endoftext|>."""
 
-    name, end_of_text, end_token = BYTES_NAME, _NUM_BYTES, END_TOKEN
+    name, end_of_text, end_token = "bytes", _NUM_BYTES, END_TOKEN
     size = _NUM_BYTES + 1
     cuts = _ANYWHERE
     bytes_per_token = 1
@@ -63,7 +61,7 @@ class BytesTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the same tokenizer for Hugging Face's library: a BPE without merges over bytes."""
         vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
-        return json_without_merges(vocabulary, END_TOKEN, of_bytes=True)
+        return json_without_merges(vocabulary, of_bytes=True)
 
 
 BYTES = BytesTokenizer()
@@ -72,7 +70,7 @@ BYTES = BytesTokenizer()
 class CharactersTokenizer(Tokenizer):
     """One id for each of some characters, in their order, and <|endoftext|> after them."""
 
-    name, end_token = CHARACTERS_NAME, END_TOKEN
+    name, end_token = "characters", END_TOKEN
     cuts = _ANYWHERE
     bytes_per_token = 1
 
@@ -128,7 +126,7 @@ class CharactersTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the same for Hugging Face's library, which leaves out characters that have no id."""
         vocabulary = {character: id for id, character in enumerate(self.characters)}
-        return json_without_merges(vocabulary, END_TOKEN, of_bytes=False)
+        return json_without_merges(vocabulary, of_bytes=False)
 
 
 @functools.lru_cache(maxsize=4)
@@ -159,7 +157,8 @@ def read_characters(path: Path) -> CharactersTokenizer:
 
     Raises: DataError if it is neither.
     """
-    content = _read(path)
+    with system_errors_as(DataError, path):
+        content = read_regular(path, at_most=_LARGEST_FILE, follow=True)
     if path.suffix == ".pkl":
         return _of_meta(content, path)
     try:
@@ -183,15 +182,11 @@ def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
     itos: Any = meta.get("itos") if isinstance(meta, dict) else None
     if not isinstance(itos, dict) or set(itos) != set(range(len(itos))):
         raise DataError(f"{path}: no `itos` with the characters of ids 0, 1, 2, ...")
-    characters = [itos[id] for id in range(len(itos))]
-    if not all(isinstance(one, str) for one in characters):
-        raise DataError(f"{path}: its ids are not single characters")
-    stoi = meta.get("stoi", {one: id for id, one in enumerate(characters)})
-    if meta.get("vocab_size", len(itos)) != len(itos) or stoi != dict(
-        zip(characters, range(len(itos)), strict=True)
-    ):
+    found = _checked([itos[id] for id in range(len(itos))], path)
+    stoi = {one: id for id, one in enumerate(found.characters)}
+    if (meta.get("vocab_size", len(stoi)), meta.get("stoi", stoi)) != (len(stoi), stoi):
         raise DataError(f"{path}: vocab_size, itos and stoi contradict each other")
-    return _checked(characters, path)
+    return found
 
 
 def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
@@ -200,11 +195,6 @@ def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
     if len(set(characters)) != len(characters):
         raise DataError(f"{path}: a character has two ids")
     return CharactersTokenizer(characters)
-
-
-def _read(path: Path) -> bytes:
-    with system_errors_as(DataError, path):
-        return read_regular(path, at_most=_LARGEST_FILE, follow=True)
 
 
 def _check(content: bytes) -> None:

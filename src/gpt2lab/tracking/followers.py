@@ -35,7 +35,7 @@ from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
-from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
+from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, without_secrets
 
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
@@ -163,7 +163,7 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
         before = sent.rows
         if ended.is_set() and next(_unsent(log, sent.end), None) is None:
             return 0
-        tracker.init(TrackedRun(run_dir, sent.id, settings))
+        tracker.init(run_dir, sent.id, settings)
         while True:
             is_last = ended.is_set()  # before reading: then nothing is written after what is read
             lines = _unsent(log, sent.end)
@@ -226,10 +226,7 @@ def _event(line: bytes) -> Event | None:
 
 @contextlib.contextmanager
 def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
-    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile.
-
-    Raises: InUseError.
-    """
+    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.lock", "w", opener=regular) as lock:
@@ -244,7 +241,6 @@ def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
 
 
 def _read_sent(file: JsonFile, place: str) -> Sent:
-    """Return what has been sent to this place: nothing if the record is of another place."""
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
@@ -255,10 +251,7 @@ def _read_sent(file: JsonFile, place: str) -> Sent:
 
 
 def _find_place(log: Path, sent: Sent, record: Path) -> None:
-    """Find the last line sent: damaged lines before it may have been removed since.
-
-    Raises: ConfigError if it is no longer there.
-    """
+    """Find the last line sent: damaged lines before it may have been removed since."""
     if not sent.end:
         return
     with open(log, "rb", opener=regular) as file:
@@ -281,7 +274,6 @@ def _one_line(error: Exception) -> str:
 
 
 def _follow(run_dir: Path, name: str) -> int:
-    """Send the events of a start until standard input ends; return the exit code."""
     settings = json.loads(sys.stdin.readline())
     ended = threading.Event()
 

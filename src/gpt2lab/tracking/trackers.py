@@ -1,6 +1,9 @@
-"""Experiment trackers: one interface (init, log, finish), and W&B, trackio and MLflow behind it. No torch.
+"""Experiment trackers: one interface, and W&B, trackio and MLflow behind it. No torch.
 
-Each class imports its library where it needs it. Where no key or address is set, nothing leaves the machine.
+`place` says where the rows go, without secrets: a run that goes elsewhere is sent from its first event. `init` begins
+or continues the tracker's run of an id, the same for every start; `log` takes rows; `finish` waits until they are kept.
+Each class imports its library where it needs it, and raises whatever that raises. Where no key or address is set,
+nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -11,23 +14,14 @@ import netrc
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 PROJECT = "gpt2lab"  # where the library's own variable names no other
 _SECRET = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker is told of a run."""
-
-    folder: Path
-    id: str  # of the tracker's run: the same for every start
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,22 +32,6 @@ class Row:
     step: int
     time: float  # Unix seconds
     values: dict[str, float | str]
-
-
-class Tracker(Protocol):
-    """What a run needs of a tracker. Each method raises whatever its library raises."""
-
-    def place(self, run_dir: Path) -> str:
-        """Return where the rows go, without secrets; a run that goes elsewhere is sent from its first event."""
-
-    def init(self, run: TrackedRun) -> None:
-        """Begin the tracker's run of this id, or continue it."""
-
-    def log(self, rows: Sequence[Row]) -> None:
-        """Take at most `MOST_ROWS` rows."""
-
-    def finish(self) -> None:
-        """Wait until everything is kept."""
 
 
 MOST_ROWS = 50  # of a batch; a killed process has sent at most one that is not recorded
@@ -69,17 +47,17 @@ class WandB:
         named = (os.environ.get("WANDB_ENTITY"), os.environ.get("WANDB_PROJECT", PROJECT))
         return "/".join(filter(None, [_bare(self._server()), *named]))
 
-    def init(self, run: TrackedRun) -> None:
+    def init(self, folder: Path, id: str, settings: dict[str, Any]) -> None:
         """Begin or continue the run; offline each start writes a folder of its own, under the same id."""
         import wandb
 
         offline = self._is_offline()
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=run.id,
-            name=run.folder.name,
-            config=run.settings,
-            dir=str(run.folder),
+            id=id,
+            name=folder.name,
+            config=settings,
+            dir=str(folder),
             mode="offline" if offline else None,
             resume=None if offline else "allow",
         )
@@ -121,7 +99,7 @@ class Trackio:
         local = str(Path(folder).absolute()) if folder else "its own folder"
         return f"{self._project()} in {_bare(remote) if remote else local}"
 
-    def init(self, run: TrackedRun) -> None:
+    def init(self, folder: Path, id: str, settings: dict[str, Any]) -> None:
         """Begin or continue the run; its name holds the id, because trackio knows runs by name."""
         # The library warns where it loses rows, and continues. Its threads log nothing else.
         self._lost: list[str] = []
@@ -130,8 +108,8 @@ class Trackio:
 
         self._run = trackio.init(
             project=self._project(),
-            name=f"{run.folder.name}-{run.id}",
-            config=run.settings,
+            name=f"{folder.name}-{id}",
+            config=settings,
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -165,26 +143,26 @@ class MLflow:
         """Return the experiment and the address."""
         return f"{self._experiment()} in {_bare(self._address(run_dir))}"
 
-    def init(self, run: TrackedRun) -> None:
+    def init(self, folder: Path, id: str, settings: dict[str, Any]) -> None:
         """Begin or continue the run that has the id as a tag; settings of its first start stay as they are."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        store = self._store(run.folder)
+        store = self._store(folder)
         if "MLFLOW_TRACKING_URI" not in os.environ:
             store.mkdir(exist_ok=True)
-        self._client = client = MlflowClient(tracking_uri=self._address(run.folder))
+        self._client = client = MlflowClient(tracking_uri=self._address(folder))
         experiment = self._open_experiment(store)
-        found = client.search_runs([experiment], f"tags.gpt2lab_id = '{run.id}'")
+        found = client.search_runs([experiment], f"tags.gpt2lab_id = '{id}'")
         if found:
             self._id, known = found[0].info.run_id, found[0].data.params
             client.update_run(self._id, status="RUNNING")
         else:
-            tags = {"gpt2lab_id": run.id}
-            created = client.create_run(experiment, tags=tags, run_name=run.folder.name)
+            tags = {"gpt2lab_id": id}
+            created = client.create_run(experiment, tags=tags, run_name=folder.name)
             self._id, known = created.info.run_id, {}
-        new = [Param(n, str(v)[:500]) for n, v in run.settings.items() if n not in known]
+        new = [Param(n, str(v)[:500]) for n, v in settings.items() if n not in known]
         for begin in range(0, len(new), 100):
             client.log_batch(self._id, params=new[begin : begin + 100])
 
@@ -239,7 +217,7 @@ class Library:
 
     label: str
     module: str
-    open: Callable[[], Tracker]
+    open: type[WandB | Trackio | MLflow]
 
     def is_installed(self) -> bool:
         """Tell whether the library is installed, without importing it."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,23 +333,6 @@ def test_a_dry_run_rejects_the_same(name, place):
     case.spoil(place)
     before = snapshot(place.folder)
     assert_is_rejection(*launch.call(TRAIN, *case.flags, *case.argv, "--dry_run"), case.says)
-    assert snapshot(place.folder) == before
-
-
-@pytest.mark.parametrize("name", ["data folder missing", "file where the runs should go"])
-def test_the_program_itself_rejects_with_exit_code_2(name, place):
-    case = CASES[name]
-    case.spoil(place)
-    before = snapshot(place.folder)
-    answer = subprocess.run(
-        [sys.executable, str(TRAIN), *case.flags, *case.argv],
-        cwd=place.folder,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
-    assert_is_rejection(answer.returncode, answer.stdout, answer.stderr, case.says)
     assert snapshot(place.folder) == before
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import launch
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, measure_overlap, verify

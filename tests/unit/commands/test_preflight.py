@@ -16,7 +16,7 @@ import torch
 
 import launch
 from gpt2lab import fmt, paths
-from gpt2lab.commands import preflight, trials
+from gpt2lab.commands import preflight
 from gpt2lab.config.settings import override
 from gpt2lab.distributed import processor
 from gpt2lab.training.resolve import resolve
@@ -116,7 +116,6 @@ def test_damaged_data_are_a_no_go(damaged, prepared, tmp_path, capsys, monkeypat
 
 def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(run, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**18, 0, 10**18))
-    monkeypatch.setattr(trials, "DISK_BYTES", 10**6)
     monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
     large = ("--n_layer=96", "--n_head=96", "--n_embd=12288")  # GPT-3: 2.8 TB
     code, told = ask(run, capsys, monkeypatch, *large)
@@ -157,7 +156,7 @@ def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
 
 
 def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
-    assert trials.try_disk(tmp_path, 1_000_001).intact
+    assert preflight.try_disk(tmp_path, 1_000_001).intact
     real = os.fsync
 
     def spoil(descriptor: int) -> None:
@@ -168,7 +167,7 @@ def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
         path.write_bytes(content)
 
     monkeypatch.setattr(os, "fsync", spoil)
-    found = trials.try_disk(tmp_path, 1_000_001)
+    found = preflight.try_disk(tmp_path, 1_000_001)
     assert not found.intact
     assert found.num_bytes == 1_000_001
     assert list(tmp_path.iterdir()) == []

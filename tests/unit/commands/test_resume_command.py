@@ -13,7 +13,7 @@ import pytest
 
 import launch
 from gpt2lab.commands import resume_command
-from gpt2lab.commands.resume_command import plan_continuation, write
+from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
 from gpt2lab.errors import ConfigError, GPT2LabError
 from launch import call
 from stopped_run import stopped_and_resumed
@@ -48,7 +48,7 @@ def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir):
-    found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
+    found = plan_continuation(ResumeCommand(str(run_dir / "step_00000008"), num_gpus=2))
     assert found.start.checkpoint is not None
     assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
         *(8, 12, 2),
@@ -58,13 +58,13 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
     assert "--resume 8 --run_name r" in command
     with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
         write(found, output="slurm")  # it is started again: each time from the same step
-    found = plan_continuation(str(run_dir), num_gpus=2, argv=[])
+    found = plan_continuation(ResumeCommand(str(run_dir), num_gpus=2))
     for output in ("script", "slurm"):
         text = write(found, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
         assert shlex.join(found.job.words) in text
     assert "--gpus" not in text, "the run was trained on a CPU"
-    on_gpus = plan_continuation(str(run_dir), num_gpus=None, argv=[], nodes=2, gpus=1)
+    on_gpus = plan_continuation(ResumeCommand(str(run_dir), nodes=2, gpus=1))
     text = write(on_gpus, output="slurm")
     for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
         assert part in text
@@ -84,7 +84,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "executable", str(python))
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
-    text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
+    text = write(plan_continuation(ResumeCommand(str(run_dir)), argv), output="script")
     done = subprocess.run(
         ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=launch.HANG_SECONDS
     )
@@ -104,12 +104,12 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
 def test_what_the_trainer_would_reject_is_rejected_now(run_dir, argv, num_gpus, message):
     before = sorted(os.listdir(run_dir))
     with pytest.raises(GPT2LabError, match=message):
-        plan_continuation(str(run_dir), num_gpus=num_gpus, argv=argv)
+        plan_continuation(ResumeCommand(str(run_dir), num_gpus=num_gpus), argv)
     assert sorted(os.listdir(run_dir)) == before
 
 
 def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path):
     with pytest.raises(GPT2LabError, match="no valid checkpoint"):
-        plan_continuation(str(tmp_path), num_gpus=None, argv=[])
+        plan_continuation(ResumeCommand(str(tmp_path)))
     with pytest.raises(ConfigError, match="no run of this name"):
-        plan_continuation("nowhere", num_gpus=None, argv=[])
+        plan_continuation(ResumeCommand("nowhere"))

@@ -45,7 +45,7 @@ WORDS = st.one_of(
 def found(tiny_data, tmp_path_factory) -> Continuation:
     run = Run(tiny_data, tmp_path_factory.mktemp("run"))
     run.train("--max_steps=2", "--checkpoint_freq=1")
-    return plan_continuation(str(run.path), num_gpus=None, argv=[])
+    return plan_continuation(ResumeCommand(str(run.path)))
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,10 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(capsys):
             ["export", "x"],
             "--out is missing: folder to write, or file.gguf; must not exist; see gpt2lab",
         ),
-        (["runs"], "give a verb: list, verify, rm, archive, sync, import, resume-command, "),
+        (
+            ["runs"],
+            "give a verb: list, verify, rm, archive, sync, rebuild-tensorboard, repair-log, ",
+        ),
         (["runs", "delete", "x"], "unknown verb 'delete': list, verify, rm, archive, "),
         (["runs", "repairlog", "x"], "unknown verb 'repairlog': did you mean repair-log?"),
         (["runs", "import", "--run_name=a"], "FILE is missing: the .pt file; see gpt2lab runs "),

@@ -12,7 +12,7 @@ import corpora
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.shards import TokenData, document_marks, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import DataError
@@ -177,8 +177,10 @@ def test_windows_of_32_bit_ids(source, tmp_path):
     assert windows.dtype == np.uint32
     assert windows.max() >= 70_000
     assert windows.tolist() == [ids[:9].tolist(), ids[8:17].tolist()]
-    (places,) = reader.find_document_ends(MANY.end_of_text)
-    assert places.tolist() == np.flatnonzero(ids == MANY.end_of_text).tolist()
+    assert (
+        document_marks(shard, MANY.end_of_text).tolist()
+        == np.flatnonzero(ids == MANY.end_of_text).tolist()
+    )
     assert hash_windows(windows) != hash_windows(windows.astype(np.uint16))
     reader.close()
     largest = int(windows[0].max())

@@ -30,7 +30,7 @@ from corpora import (
     snapshot,
     write_jsonl,
 )
-from gpt2lab.data.prepare.pipeline import Sizes, result_table
+from gpt2lab.data.prepare.pipeline import result_table
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
@@ -350,14 +350,6 @@ def test_a_source_that_is_none_is_rejected(tmp_path, name):
     (tmp_path / "paper.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=f"{name}: "):
         open_source(str(tmp_path / name), text_column="text")
-
-
-def test_sizes_that_cannot_work_are_rejected_all_in_one_message():
-    Sizes(shard_tokens=2, val_tokens=2, max_tokens=16).check()
-    with pytest.raises(DataError) as rejection:
-        Sizes(shard_tokens=1, val_tokens=1, max_tokens=15).check()
-    for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 15"):
-        assert name in str(rejection.value)
 
 
 def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time():

@@ -18,9 +18,9 @@ import pytest
 import launch
 import token_files
 from corpora import snapshot
-from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import open_data, read_document_ends
+from gpt2lab.data.shards import document_marks, open_data, read_document_ends
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
@@ -92,9 +92,8 @@ def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
     assert measure(tmp_path)["val"].lengths.tolist() == [len(document) for document in made]
     # Validation's error counts these documents.
     shards = data.splits["val"]
-    reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257)
     order = Order([shards[0].tokens], context_length=CONTEXT, shuffle="none", seed=0)
-    ends = reader.find_document_ends(data.end_of_text.id)
+    ends = [document_marks(shard, data.end_of_text.id) for shard in shards]
     parts = divide_windows(order, np.arange(order.windows_per_epoch), ends)
     assert parts.kind == "document"
     document_of = np.repeat(np.arange(len(made)), [len(document) for document in made])
@@ -103,7 +102,6 @@ def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
     counted = np.bincount(document_of[1 : 1 + order.windows_per_epoch * CONTEXT])
     targets = np.bincount(parts.unit, weights=parts.end - parts.begin)
     assert targets.tolist() == [count for count in counted.tolist() if count]
-    reader.close()
 
 
 def test_ids_beyond_65535_are_read_whole(tmp_path):
@@ -266,7 +264,7 @@ WANTED: dict[str, tuple[str, dict[str, Any]]] = {
     "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}),
     "another width than the header's": ("llm.c", {"dtype": "uint32"}),
     "another width than the metadata's": ("datatrove", {"dtype": "uint32"}),
-    "an offset where a header is": ("llm.c", {"layout": "llm.c", "offset": 8}),
+    "an offset where a header is": ("llm.c", {"format": "llm.c", "offset": 8}),
     "an offset within an id": ("nanoGPT", {"offset": 3}),
     "an offset beyond the end": ("nanoGPT", {"offset": 10**9}),
     "files that are not there": ("llm.c", {"val_files": ("x*",)}),
@@ -433,9 +431,8 @@ def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path):
         "(its sha256 is not the one in shards.json); restore the file"
     ]
     data = open_data(tmp_path, vocab_size=50304)
-    reader = WindowReader(data.splits["val"], context_length=CONTEXT, id_limit=50257)
     with pytest.raises(DataError, match=r"0_shuffled\.ds\.index: damaged"):
-        reader.find_document_ends(None)
+        document_marks(data.splits["val"][0], None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io")

@@ -20,8 +20,8 @@ import safetensors.torch
 import torch
 
 import launch
-from gpt2lab.commands import import_checkpoint
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.interop.import_checkpoint import import_checkpoint
 from tiny import parse
 from whole_run import Run
 
@@ -116,7 +116,7 @@ def write(path: Path, content: Any) -> Path:
 
 
 def take(run: Run, file: Path, *more: str) -> None:
-    import_checkpoint.import_checkpoint(
+    import_checkpoint(
         parse([*run.flags, f"--import_checkpoint={file}", *more]), file, trust="--trust" in more
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2lab.commands.repair_log import remove_damaged_lines
+from gpt2lab.commands.runs import remove_damaged_lines
 from gpt2lab.errors import GPT2LabError, SaveError
 from gpt2lab.runs import overview, summary
 from gpt2lab.runs.events import COLUMNS

@@ -20,7 +20,7 @@ from gpt2lab.config.schema import TRACKERS
 from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.tracking import followers as tracking
-from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, TrackedRun, WandB, without_secrets
+from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, WandB, without_secrets
 from tiny import parse, pretrain
 from whole_run import SCALARS
 
@@ -174,8 +174,8 @@ class Recorder:
     def place(self, run_dir: Path) -> str:
         return Recorder.where
 
-    def init(self, run: TrackedRun) -> None:
-        Recorder.runs.append(run.id)
+    def init(self, folder: Path, id: str, settings: dict[str, object]) -> None:
+        Recorder.runs.append(id)
 
     def log(self, rows: Sequence[Row]) -> None:
         Recorder.rows += rows

@@ -17,7 +17,7 @@ from gpt2lab.data.manifest import FORMAT, MANIFEST, SPLITS, read_manifest, write
 from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
-from gpt2lab.data.shards import open_shard, shard_name
+from gpt2lab.data.shards import open_shard
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import (
     COUNT,
@@ -55,7 +55,7 @@ def assemble(
     folder.mkdir()
     shard_tokens = request["shard_tokens"]
     listed = [(group.folder / file["name"], file) for group in groups for file in group.files]
-    val: Iterable[np.ndarray] = (group.val() for group in groups)
+    val: Iterable[np.ndarray] = (np.load(group.folder / "val.npy") for group in groups)
     if cut is None and request["part"] == [1, 1]:
         files = _link(_joined_with_small(listed, shard_tokens), folder, dataset, tokenizer)
     elif cut is None:  # merge joins small shards over all parts
@@ -166,12 +166,7 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
             )
         check_prepared(folder, manifest)
         rule = {**manifest["split"], "held_back_tokens": None}
-        same = (
-            manifest["origin"],
-            manifest["tokenizer"],
-            rule,
-            {**request, "part": [None, count]},
-        )
+        same = (manifest["origin"], manifest["tokenizer"], rule, {**request, "part": [None, count]})
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
         if number in found:
@@ -186,14 +181,9 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _is_share(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(
-            rule[0](one)
-            for rule, one in zip((STRING, COUNT, COUNT, or_null(STRING)), value, strict=True)
-        )
-    )
+    rules = (STRING, COUNT, COUNT, or_null(STRING))
+    is_list = isinstance(value, list) and len(value) == len(rules)
+    return is_list and all(rule[0](one) for rule, one in zip(rules, value, strict=True))
 
 
 _SHARES = list_of((_is_share, ""), "")
@@ -244,25 +234,20 @@ def _link(
     """Give training shards their place in `folder` and their number; return their entries of the manifest."""
     files = []
     for number, run in enumerate(listed):
-        name = shard_name(dataset, "train", number)
+        name = f"{dataset}_train_{number:06d}.npy"
         if len(run) == 1:
             ((path, file),) = run
             _link_or_copy(path, folder / name)
             files.append({**file, "name": name})
         else:
             blocks = (
-                _open_ids(path)[a : a + _BLOCK]
+                np.load(path, mmap_mode="r")[a : a + _BLOCK]
                 for path, file in run
                 for a in range(0, file["tokens"], _BLOCK)
             )
             total = sum(file["tokens"] for _, file in run)
             files += _write(blocks, folder, dataset, "train", total, tokenizer, first=number)
     return files
-
-
-def _open_ids(path: Path) -> np.ndarray:
-    ids: np.ndarray = np.load(path, mmap_mode="r")
-    return ids
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
@@ -283,12 +268,10 @@ def _write(
     tokenizer: Tokenizer,
     first: int = 0,
 ) -> list[dict[str, Any]]:
-    def name_of(number: int) -> str:
-        return shard_name(dataset, split, first + number)
-
-    with contextlib.closing(
-        ShardWriter(folder, split, shard_tokens=shard_tokens, name_of=name_of, tokenizer=tokenizer)
-    ) as writer:
+    writer = ShardWriter(
+        folder, split, shard_tokens=shard_tokens, tokenizer=tokenizer, dataset=dataset, first=first
+    )
+    with contextlib.closing(writer):
         for ids in blocks:
             writer.add(ids)
         writer.finish()
@@ -297,7 +280,6 @@ def _write(
 
 
 def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Write the tokenizer's files and, last, the manifest, which is returned."""
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
     manifest["files"].sort(key=lambda file: (file["split"], file["name"]))

@@ -77,23 +77,14 @@ def run_on_ray(
 
 
 def _reach(address: str) -> None:
-    """Connect once to HOST:PORT: Ray itself would try for minutes.
-
-    Raises: OSError, ValueError.
-    """
+    """Connect once to HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _run(task: Task, folder: Path, cores: int) -> int:
-    """Run one task on a worker of the cluster; return the tokens that it wrote now."""
-    counted = 0
-
-    def on_tokens(count: int) -> None:
-        nonlocal counted
-        counted += count
-
+    counts: list[int] = []
     with contextlib.closing(EncoderPool(cores, task.tokenizer)) as pool:
-        run_task(task, folder, pool, on_tokens)
-    return counted
+        run_task(task, folder, pool, counts.append)
+    return sum(counts)

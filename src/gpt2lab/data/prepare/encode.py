@@ -73,13 +73,7 @@ class EncodedChunks:
     keys: np.ndarray  # (c,) uint64: a hash of the first chunk of a document
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive chunks, and how many records were left out up to them."""
-
-    encoded: EncodedChunks
-    bad: int
-    empty: int
+Batch = tuple[EncodedChunks, int, int]  # and how many bad and empty records were left out so far
 
 
 class EncoderPool:
@@ -101,13 +95,13 @@ class EncoderPool:
         with contextlib.closing(_jobs(documents, skip_bad, self._tokenizer.cuts)) as jobs:
             if not self._workers:
                 for chunks, bad, empty in jobs:
-                    yield Batch(encode_chunks(chunks, self._tokenizer), bad, empty)
+                    yield encode_chunks(chunks, self._tokenizer), bad, empty
                 return
             begun = ((self._threads.submit(self._on_idle, job[0]), *job[1:]) for job in jobs)
             waiting = deque(itertools.islice(begun, _IN_FLIGHT * self._count + 1))
             while waiting:
                 future, bad, empty = waiting.popleft()
-                yield Batch(future.result(), bad, empty)
+                yield future.result(), bad, empty
                 waiting.extend(itertools.islice(begun, 1))
 
     def close(self) -> None:

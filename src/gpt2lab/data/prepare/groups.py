@@ -131,9 +131,3 @@ def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGro
     """Return the groups of part i of n: n runs in their order, together all."""
     i, n = part
     return tuple(groups[(i - 1) * len(groups) // n : i * len(groups) // n])
-
-
-def identity_of(files: Sequence[File]) -> str:
-    """Hash names and sizes, by which two machines recognize the same source before they read it."""
-    listed = "".join(f"{file.name} {file.size}\n" for file in files)
-    return hashlib.sha256(listed.encode()).hexdigest()

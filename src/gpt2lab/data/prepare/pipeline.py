@@ -64,20 +64,6 @@ class Sizes:
     max_tokens: int | None = None
     group_bytes: int = GROUP_BYTES
 
-    def check(self) -> None:
-        """Check that the sizes can work.
-
-        Raises: DataError with all problems in one message.
-        """
-        least = {"shard_tokens": 2, "val_tokens": 2, "max_tokens": LEAST_TOKENS, "group_bytes": 1}
-        problems = [
-            f"{name} {value} must be at least {least[name]}"
-            for name, value in vars(self).items()
-            if value is not None and value < least[name]
-        ]
-        if problems:
-            raise DataError("; ".join(problems))
-
 
 @dataclass(frozen=True)
 class Result:
@@ -103,17 +89,14 @@ def result_table(result: Result) -> str:
     held = result.total("documents", "val")
     text, speed = result.total("text_bytes"), result.new_tokens / result.seconds
     left_out, split = result.manifest["left_out"], result.manifest["split"]
-    back = split["held_back_tokens"]
+    back, stored = split["held_back_tokens"], fmt.num_bytes(result.total("bytes"))
     rows = [
         ("documents", f"{documents:,} ({documents - held:,} train, {held:,} val)"),
         ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
         ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
         ("mean document", f"{tokens / documents:,.0f} tokens"),
         ("tokenizer", result.tokenizer.title),
-        (
-            "shards",
-            f"{len(result.manifest['files']):,} files, {fmt.num_bytes(result.total('bytes'))}",
-        ),
+        ("shards", f"{len(result.manifest['files']):,} files, {stored}"),
         ("time", f"{fmt.duration(result.seconds)} ({speed:,.0f} tokens/s)"),
         ("folder", paths.display_path(result.folder)),
     ]
@@ -221,7 +204,6 @@ def prepare(
 
     Raises: DataError if the folder holds something else, a record cannot be read, or there is too little text.
     """
-    sizes.check()
     folder = folder.resolve()  # a link decides on which disk the shards are written
     request = {
         "listing": source.identity,
@@ -256,10 +238,7 @@ def prepare(
 def _write(
     source: TextSource, folder: Path, request: dict[str, Any], plan: PreparationPlan, run: _Runner
 ) -> tuple[dict[str, Any], int | None]:
-    """Write the data set; return its manifest and how many tokens were cut off instead of held out.
-
-    Raises: DataError.
-    """
+    """Write the data set; return its manifest and how many tokens were cut off instead of held out."""
     with (
         system_errors_as(DataError, folder, what="cannot be written"),
         _staging(folder, request, plan) as partial,
@@ -281,7 +260,13 @@ def _write(
             cut=cut,
         )
         (partial / _WHOLE / _STATES).write_text(states)
-        _complete(partial, folder)
+        faultpoint("data.before_folder_is_named", 0)
+        if folder.is_dir():
+            folder.rmdir()  # an empty one
+        os.rename(partial / _WHOLE, folder)
+        sync_folder(folder.parent)
+        faultpoint("data.after_folder_is_named", 0)
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest, cut
 
 
@@ -292,15 +277,15 @@ _CUT_NOTE = (
 
 
 class _Runner:
-    """Runs tasks, here or on a Ray cluster, with a progress bar."""
-
     def __init__(
         self, plan: PreparationPlan, num_workers: int | None, ray_address: str | None
     ) -> None:
         self.new_tokens = 0
         self._expected, self._ray_address = plan.expected, ray_address
         # On a cluster groups run side by side, so that one process each is enough.
-        self._num_workers = num_workers or (_default_workers(plan) if ray_address is None else 1)
+        is_little = plan.expected * plan.tasks[0].tokenizer.bytes_per_token < _WORTH_WORKERS
+        default = 1 if is_little or ray_address is not None else processor.cores()
+        self._num_workers = num_workers or default
 
     def __call__(self, tasks: Sequence[Task], folder: Path) -> list[Finished]:
         """Run the tasks below `folder`; those that are finished are only read."""
@@ -372,13 +357,6 @@ def _record(name: str, rule: SplitRule) -> dict[str, Any]:
     return {"held_out": name, "threshold": rule.threshold, "tokens_of_a_document": rule.cap}
 
 
-def _default_workers(plan: PreparationPlan) -> int:
-    text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
-    if text_bytes < _WORTH_WORKERS:
-        return 1
-    return processor.cores()
-
-
 def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -435,10 +413,7 @@ def _partial(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> Iterator[Path]:
-    """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any.
-
-    Raises: DataError if it belongs to another request, is in use, or cannot be written.
-    """
+    """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any."""
     partial = _partial(target)
     with system_errors_as(DataError, partial, what="cannot be written", fix="choose another --out"):
         partial.mkdir(parents=True, exist_ok=True)
@@ -473,17 +448,6 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
                 )
                 raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
             raise
-
-
-def _complete(partial: Path, target: Path) -> None:
-    """Give the assembled folder its final name."""
-    faultpoint("data.before_folder_is_named", 0)
-    if target.is_dir():
-        target.rmdir()  # an empty one
-    os.rename(partial / _WHOLE, target)
-    sync_folder(target.parent)
-    faultpoint("data.after_folder_is_named", 0)
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 _GROUP_BYTES = 64_000_000

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
 _WHOLE_TEXT = 1 << 24  # bytes of a text that is held in memory
 _LONGEST_RECORD = 1 << 28  # bytes of a line, or characters of a field
+_ESCAPES = re.compile("[\udc80-\udcff]")  # of bytes that are not UTF-8
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
 
 
@@ -47,8 +49,6 @@ class BadRecordsError(DataError):
 
 
 Stream = Generator["Document | BadRecordsError", None, None]
-
-
 State = tuple[int, ...] | None
 
 
@@ -155,12 +155,8 @@ def _decompress(raw: IO[bytes], share: Share) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _open(share: Share) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed as its name says."""
     with _open_raw(share) as raw, _decompress(raw, share) as content:
         yield content
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _read_text(share: Share, text_column: str) -> Stream:
@@ -199,7 +195,6 @@ def _blocks_of(share: Share) -> Iterator[str]:
 
 
 def _first_bad_byte(share: Share) -> int | None:
-    """Return the offset of the first byte that is not UTF-8, None if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(share) as file:
         while True:
@@ -212,9 +207,6 @@ def _first_bad_byte(share: Share) -> int | None:
             if not block:
                 return None
             position += len(block)
-
-
-# -- records ---------------------------------------------------------------------------------------------------------
 
 
 def _read_jsonl(share: Share, text_column: str) -> Stream:
@@ -266,19 +258,11 @@ def _read_csv(share: Share, text_column: str) -> Stream:
         ):
             for number, row in enumerate(csv.DictReader(file), start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
-                if isinstance(document, Document) and not _is_utf8(row[text_column]):
+                if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
                     document = BadRecordsError(f"{document.where}: not UTF-8")
                 yield document
     except (csv.Error, *_damage(share)) as error:  # type: ignore[misc]
         yield BadRecordsError(f"{name}: not readable after row {number} ({error})")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _read_parquet(share: Share, text_column: str) -> Stream:
@@ -366,11 +350,9 @@ def _read_row_group(file: Any, group: int, share: Share, text_column: str, first
 def document_of(row: object, text_column: str, where: str) -> Document | BadRecordsError:
     """Return the text of a record, or why it has none."""
     if not isinstance(row, dict) or text_column not in row:
-        columns = (
-            ", ".join(map(str, itertools.islice(row, 20)))
-            if isinstance(row, dict)
-            else type(row).__name__
-        )
+        columns = type(row).__name__
+        if isinstance(row, dict):
+            columns = ", ".join(map(str, itertools.islice(row, 20)))
         return BadRecordsError(
             f"{where}: no column {text_column!r} (it has {columns}); give another --text_column"
         )
@@ -432,14 +414,11 @@ def _parsed(line: bytes) -> object:
 def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:
     import pyarrow.parquet as pq
 
-    try:
-        with _open_raw(share) as raw, pq.ParquetFile(raw) as file:
-            columns = [
-                facts.column(number)
-                for facts in map(file.metadata.row_group, range(file.num_row_groups))
-                for number in range(facts.num_columns)
-            ]
-    except _damage(share):
-        return 1.0
+    with _open_raw(share) as raw, pq.ParquetFile(raw) as file:
+        columns = [
+            facts.column(number)
+            for facts in map(file.metadata.row_group, range(file.num_row_groups))
+            for number in range(facts.num_columns)
+        ]
     held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_column)
     return held / max(1, share.file.size)

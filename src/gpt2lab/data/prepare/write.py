@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -153,14 +152,16 @@ class ShardWriter:
         split: str,
         *,
         shard_tokens: int,
-        name_of: Callable[[int], str],
         tokenizer: Tokenizer,
+        dataset: str | None = None,
+        first: int = 0,
     ) -> None:
-        """Write shards of a split into `folder`, each with the name of its number."""
+        """Write shards of a split into `folder`; `dataset` begins their names, and `first` is the first number."""
         self.files: list[dict[str, Any]] = []  # as in shards.json
         self.tokens = 0
-        self._folder, self._split, self._name_of = folder, split, name_of
+        self._folder, self._split, self._first = folder, split, first
         self._shard_tokens, self._tokenizer = shard_tokens, tokenizer
+        self._prefix = f"{dataset}_{split}" if dataset else split
         self._temporary = folder / f"{split}.tmp"
         self._open: IO[bytes] | None = None
         self._written = 0  # tokens in the open file
@@ -213,7 +214,7 @@ class ShardWriter:
     def _commit(self) -> None:
         """Write the header, read every byte once more to measure it, and give the file its name."""
         assert self._open is not None
-        name = self._name_of(len(self.files))
+        name = f"{self._prefix}_{self._first + len(self.files):06d}.npy"
         self._open.seek(0)
         dtype = self._tokenizer.dtype
         header = {"shape": (self._written,), "fortran_order": False, "descr": dtype}
