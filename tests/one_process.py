@@ -1,9 +1,12 @@
-"""A step of the trainer on one process and a batch for it: what memory tests measure."""
+"""A step of the trainer on one process and a batch for it: what memory tests measure; and what operators ran."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -11,6 +14,18 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 
 CPU = torch.device("cpu")
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run within, views too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class Alone(Strategy):
