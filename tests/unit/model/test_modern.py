@@ -108,7 +108,7 @@ def test_rmsnorm_and_relu2_are_what_they_are_called():
     assert not hasattr(model, "wpe")
 
 
-@pytest.mark.parametrize("option", [*EACH, *TOGETHER])
+@pytest.mark.parametrize("option", [pytest.param({}, id="gpt2"), *EACH, *TOGETHER])
 @pytest.mark.parametrize("cuts", [[1] * 24, [5, 1, 1, 17]])
 def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts):
     model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
