@@ -49,19 +49,6 @@ def test_steps_and_state_are_those_of_torch(fused):
         assert all(torch.equal(mine_of[key], theirs_of[key]) for key in mine_of)
 
 
-def test_an_update_that_is_found_infinite_leaves_weights_and_steps():
-    model = nn.Linear(4, 3)
-    (optimizer,) = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
-    steps_of(optimizer, model)
-    before = copy.deepcopy([*model.parameters()])
-    steps = [state["step"].item() for state in optimizer.state.values()]
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    steps_of(optimizer, model)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert [state["step"].item() for state in optimizer.state.values()] == steps
-
-
 def test_the_betas_reach_the_optimizer():
     def betas(config: OptimConfig) -> list[tuple[float, float]]:
         model = torch.nn.Linear(2, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -267,27 +266,6 @@ def test_drift_names_the_parameter_and_the_processes(monkeypatch):
     with pytest.raises(DriftError, match=r"step 7: .*first in bias .*rank 1") as caught:
         health.check_drift(model, runtime, 7)
     assert caught.value.exit_code == 1
-
-
-def test_data_read_again_after_a_rewind_is_verified_again(tmp_path):
-    """A rewind closes the reader and opens it at another place: it must neither wait forever nor trust blindly."""
-    from gpt2lab.data.shards import Shard
-    from gpt2lab.data.windows import Verifier
-    from gpt2lab.errors import DataError
-
-    path = tmp_path / "a.npy"
-    path.write_bytes(b"tokens")
-    digest = hashlib.sha256(b"tokens").hexdigest()
-    shard = Shard(path=path, tokens=3, offset=0, sha256=digest)
-    verifier = Verifier((shard,))
-    verifier.touch(0)
-    verifier.wait()
-    verifier.close()
-    path.write_bytes(b"tampered")
-    verifier.touch(0)
-    with pytest.raises(DataError, match="damaged"):
-        verifier.wait()
-    verifier.close()
 
 
 @pytest.mark.slow
