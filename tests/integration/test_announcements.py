@@ -98,20 +98,6 @@ def test_the_first_ctrl_c_is_answered(tiny_data, tmp_path):
     assert json.loads((run.path / "status.json").read_text())["state"] == "stopped"
 
 
-def test_a_complete_run_ends_with_the_commands_that_people_want_next(tmp_path):
-    write_shards(tmp_path / "data", train=(1003,), val=(650,))
-    write_items(tmp_path / "items.jsonl")
-    done = launch.train_in_forks(flags_of(tmp_path, "r"))
-    *_, title, sample, report = done.stdout.splitlines()
-    runs = tmp_path / "runs"
-    assert title == "  next"
-    assert sample.endswith(f"gpt2lab sample r --interactive --checkpoint_dir {runs}")
-    assert report.endswith(f"gpt2lab report r --checkpoint_dir {runs}")
-    words = ["--prompt=a", "--max_new_tokens=1", f"--checkpoint_dir={runs}"]
-    answer = launch.call("sample.py", "r", *words)
-    assert answer.returncode == 0, answer.stderr
-
-
 # -- every command ---------------------------------------------------------------------------------------------------
 
 

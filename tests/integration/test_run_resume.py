@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gpt2lab.checkpoint import manifest
@@ -17,8 +15,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
-from tiny import make_tokens, parse, write_shards
-from whole_run import S, T
+from tiny import parse
 
 
 def test_worse_evaluation_after_a_resume_is_not_labelled_best(run):
@@ -150,20 +147,6 @@ def test_micro_batch_is_guarded_where_dropout_depends_on_it(run):
     assert run.saved_state(4)["history"][0]["changes"] == {"mini_batch_size": [2, 4]}
 
 
-def test_other_data_is_rejected_until_allowed_by_name(run, tmp_path):
-    run.train("--max_steps=4", "--stop_after_steps=2")
-    other = f"--data_dir={write_shards(tmp_path / 'other', train=(900,), val=(300,))}"
-    rejection = run.rejected("--resume=latest", other)
-    assert "--allow_change data" in str(rejection)
-    run.train("--resume=latest", other, "--allow_change=data")
-    (record,) = run.saved_state(4)["history"]
-    assert list(record["changes"]) == ["data"]
-    windows = make_tokens(900, seed=5000)[: S * T + 1].astype("<u2")
-    first = np.stack([windows[k * T : k * T + T + 1] for k in range(S)])
-    resumed = run.events("step", attempt=2)[0]
-    assert resumed["batch_hash"] == hashlib.sha256(first.tobytes()).hexdigest()
-
-
 def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
     common = ["--max_steps=5", "--checkpoint_freq=1", "--eval_freq=0"]
     run.train(*common)
@@ -180,16 +163,6 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
     assert {n: event["loss"] for n, event in current.items()} == {
         n: loss for n, loss in first.items() if n <= 4
     }
-
-
-def test_resume_without_a_checkpoint_is_an_error_and_auto_a_fresh_start(run):
-    rejection = run.rejected("--resume=latest", "--max_steps=2")
-    assert isinstance(rejection, CheckpointError)
-    assert not run.path.exists()
-    run.train("--resume=auto", "--max_steps=4", "--stop_after_steps=2")
-    run.train("--resume=auto", "--max_steps=4")
-    assert list(run.losses(attempt=1)) == [1, 2]
-    assert list(run.losses(attempt=2)) == [3, 4]
 
 
 def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
