@@ -12,6 +12,7 @@ from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemCo
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model.gpt import GPT, build_model
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,15 @@ class Alone(Strategy):
         if self.tracker is not None:
             self.tracker.reset_mod_stats()  # it rejects a second forward pass otherwise
         return super().autocast()
+
+
+def disturbed(config: ModelConfig) -> GPT:
+    """Return a model whose every parameter is far from its initial value (biases and gains too)."""
+    model, generator = build_model(config, seed=1, device=CPU), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:

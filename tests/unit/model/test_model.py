@@ -18,6 +18,7 @@ from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.loss import head_cross_entropy_sum
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from one_process import disturbed
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, context_length=24, vocab_size=211)
@@ -28,16 +29,6 @@ def random_ids(config: ModelConfig, *, batch: int = 2, seed: int = 0) -> torch.T
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, config.context_length)
     return torch.randint(0, config.vocab_size, shape, generator=generator)
-
-
-def disturbed(config: ModelConfig, *, seed: int = 0) -> GPT:
-    """Return a model whose every parameter is far from its initial value (biases and gains too)."""
-    model = build_model(config, seed=seed, device=CPU)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.mark.parametrize(
