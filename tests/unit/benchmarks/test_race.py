@@ -293,14 +293,11 @@ def test_operators_are_sorted_by_what_they_do(group):
     assert {trainers.group_of(operator) for operator in OPERATORS[group]} == {group}
 
 
-def test_what_no_operator_explains_is_idle():
+def test_what_no_operator_explains_is_idle_or_a_wait_for_data_where_the_trainer_tells_it():
     seconds = trainers.split_operators({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
     assert seconds["idle"] == pytest.approx(0.3)
     assert "data" not in seconds
     assert "matmul 600.0 ms (60%)" in trainers.describe_split("ours", seconds)
-
-
-def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it():
     seconds = trainers.split_operators({"aten::mm": 0.6}, 1.0, 0.1)
     assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
 

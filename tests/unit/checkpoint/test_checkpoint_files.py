@@ -27,12 +27,14 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.schema import ModelConfig, OptimConfig
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
 from gpt2lab.runs.summary import print_checkpoints
 from gpt2lab.training import control
+from tiny import VOCAB
 from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
@@ -401,12 +403,7 @@ def test_any_bytes_are_read_or_rejected_as_manifest_and_as_state(data, two):
 
 
 def test_a_checkpoint_of_other_tensors_is_rejected_before_anything_is_copied(folder):
-    from gpt2lab.config.schema import ModelConfig, OptimConfig
-    from tiny import VOCAB
-
     config = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=16, vocab_size=VOCAB)
-    import torch
-
     model = build_model(config, seed=1, device=torch.device("cpu"))
     optimizers = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
     before = {name: value.clone() for name, value in model.state_dict().items()}

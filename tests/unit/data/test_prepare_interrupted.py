@@ -218,15 +218,13 @@ def test_what_was_killed_and_goes_on_reads_a_changed_file_again(
     def killed(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
+    groups = tmp_path / "out.partial" / "groups"
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "assemble", killed)
         with pytest.raises(KeyboardInterrupt):
             run_prepare(folder, tmp_path / "out", **sizes)
-    groups = tmp_path / "out.partial" / "groups"
-    kept = {path.name: path.stat().st_ctime_ns for path in groups.iterdir()}
-    change(folder / name)
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "assemble", killed)
+        kept = {path.name: path.stat().st_ctime_ns for path in groups.iterdir()}
+        change(folder / name)
         with pytest.raises(KeyboardInterrupt):
             run_prepare(folder, tmp_path / "out", **sizes)
     again = {path.name for path in groups.iterdir() if path.stat().st_ctime_ns != kept[path.name]}

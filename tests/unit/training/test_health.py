@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import gpt2lab.training.steps
@@ -108,14 +109,8 @@ def test_weights_that_are_not_finite_are_never_saved(freq, fault, run, monkeypat
     assert all(
         bool(torch.isfinite(tensor).all())
         for info in run.checkpoints().values()
-        for tensor in _tensors(info.path / "model.safetensors")
+        for tensor in safetensors.torch.load_file(info.path / "model.safetensors").values()
     )
-
-
-def _tensors(path: Path) -> list[torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return list(load_file(path).values())
 
 
 @pytest.mark.usefixtures("soon")
