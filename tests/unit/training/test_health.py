@@ -188,13 +188,6 @@ def test_a_rewind_without_a_checkpoint_skips(tiny_data, tmp_path, spoil):
     assert run.events("step")[11]["updated"] is False
 
 
-def test_how_to_answer_a_spike_is_guarded(run):
-    run.train("--max_steps=4", "--stop_after_steps=2")
-    assert "--allow_change on_spike" in str(
-        run.rejected("--max_steps=4", "--resume=latest", "--on_spike=skip")
-    )
-
-
 def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
     calm = tuple(3.0 + 0.01 * (-1) ** n for n in range(64))
     assert health.z_score(3.05, calm) == pytest.approx(5.0)
