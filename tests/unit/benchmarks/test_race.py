@@ -75,18 +75,6 @@ def test_each_trainers_own_lines_are_read(tmp_path):
     assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
 
 
-def test_our_flags_are_flags_of_the_trainer(tmp_path):
-    """The dry run takes them all, and plans the size that was asked for."""
-    place = place_in(tmp_path)
-    tokens = token_stream.markov_tokens(300_000, vocab_size=256)
-    token_stream.write_formats(tokens, place.data)
-    trainer = contestants.ours(place, SIZES["tiny256"], dtype="fp32")
-    done = call(*trainer.program, "--dry_run")
-    assert done.returncode == 0, done.stderr
-    assert "4 layers, 4 heads, 128 wide, T 256, V 256" in done.stdout
-    assert "2,048 = B 8 x T 256 x accumulation 1 x world 1" in done.stdout
-
-
 def test_a_checkout_that_is_another_program_is_rejected(tmp_path):
     assert contestants.parse_peer("hf") == ("hf", None)
     mine = _nanogpt(tmp_path / "n")
