@@ -175,12 +175,14 @@ def train_in_forks(
     return done
 
 
-def start(flags: list[str], *, world: int = 1, **extra: str) -> subprocess.Popen[str]:
+def start(
+    flags: list[str], *, world: int = 1, stdout: int = subprocess.DEVNULL, **extra: str
+) -> subprocess.Popen[str]:
     """Start the trainer and return at once."""
     return subprocess.Popen(
         command_for(TRAIN, flags, world=world),
         env=environment(**extra),
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

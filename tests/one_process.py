@@ -1,16 +1,32 @@
-"""A step of the trainer on one process and a batch for it: what memory tests measure."""
+"""A step of the trainer on one process and a batch for it: what memory tests measure; and what operators ran."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model.gpt import GPT, build_model
 
 CPU = torch.device("cpu")
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run within, views too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class Alone(Strategy):
@@ -31,6 +47,15 @@ class Alone(Strategy):
         if self.tracker is not None:
             self.tracker.reset_mod_stats()  # it rejects a second forward pass otherwise
         return super().autocast()
+
+
+def disturbed(config: ModelConfig) -> GPT:
+    """Return a model whose every parameter is far from its initial value (biases and gains too)."""
+    model, generator = build_model(config, seed=1, device=CPU), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:

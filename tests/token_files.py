@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,120 +85,86 @@ def write_raw(path: Path, made: Documents, *, kind: str = "H", head: bytes = b""
 
 GPT2 = ImportOptions(tokenizer="gpt2")
 UNKNOWN = ImportOptions(tokenizer="unknown")
-
-
-def llmc_shards(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts, 1):
-            write_llmc(folder / f"fineweb_{split}_{number:06d}.bin", made)
-    return ImportOptions()
-
-
-def _llmc_two_files(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        write_llmc(folder / f"TinyStories_{split}.bin", joined(parts))
-    return ImportOptions()
-
-
-def _llmc_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts):
-            path = folder / f"edu_fineweb_{split}_{number:06d}.bin"
-            write_llmc(path, made, magic=20240801, version=7)
-    return UNKNOWN
-
-
-def _in_numbered_files(
-    folder: Path,
-    splits: dict[str, list[Documents]],
-    suffix: str,
-    write: Callable[[Path, Documents], None],
-) -> None:
-    """Write the validation files first, then more than nine for training: 2 goes before 10."""
-    for number, made in enumerate([*splits["val"], *splits["train"]]):
-        write(folder / f"{number}_shuffled{suffix}", made)
-
-
-def datatrove_files(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    _in_numbered_files(folder, splits, ".ds", write_datatrove)
-    return ImportOptions(val_files=("0_*.ds",))
-
-
-def _datatrove_index_only(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    _in_numbered_files(folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None))
-    return ImportOptions(tokenizer="gpt2", val_files=("0_*.ds",))
-
-
-def _datatrove_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    _in_numbered_files(
-        folder, splits, ".ds", lambda p, m: write_datatrove(p, m, width=4, name="meta/Llama-3")
-    )
-    return ImportOptions(tokenizer="unknown", val_files=("0_*.ds",))
-
-
-def _datatrove_bare(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    _in_numbered_files(
-        folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None, index=False)
-    )
-    return ImportOptions(
-        tokenizer="gpt2", dtype="uint16", end_of_text="after", val_files=("0_*.ds",)
-    )
-
-
-def _megatron(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        write_megatron(folder / f"{split}_text_document.bin", joined(parts))
-    return GPT2
-
-
-def _megatron_int32(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        write_megatron(folder / f"{split}_text.bin", joined(parts), code=4, per_sequence=3)
-    return GPT2
-
-
-def _raw(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        write_raw(folder / f"{split}.bin", joined(parts))
-    return ImportOptions()
-
-
-def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        write_raw(folder / f"{split}.tokens", joined(parts), kind="I", head=b"made up header 6")
-    return ImportOptions(
-        format="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
-    )
-
-
-def npy_shards(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts):
-            np.save(folder / f"edufineweb_{split}_{number:06d}.npy", np.array(flat(made), "<u2"))
-    return ImportOptions()
-
-
-def _npy_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-    for split, parts in splits.items():
-        np.save(folder / f"{split}.npy", np.array(flat(joined(parts)), "<u4"))
-    return ImportOptions()
-
-
+PLAIN = ImportOptions()
 Writer = Callable[[Path, dict[str, list[Documents]]], ImportOptions]
+
+
+def write_npy(path: Path, made: Documents, *, dtype: str = "<u2") -> None:
+    np.save(path, np.array(flat(made), dtype))
+
+
+def shards(
+    name: str,
+    write: Callable[..., None],
+    options: ImportOptions = PLAIN,
+    *,
+    first: int = 0,
+    **how: Any,
+) -> Writer:
+    """Return what writes each part of each split to a file of its own."""
+
+    def write_all(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
+        for split, parts in splits.items():
+            for number, made in enumerate(parts, first):
+                write(folder / name.format(split, number), made, **how)
+        return options
+
+    return write_all
+
+
+def one_file(
+    name: str, write: Callable[..., None], options: ImportOptions = PLAIN, **how: Any
+) -> Writer:
+    """Return what writes each split to one file."""
+
+    def write_all(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
+        for split, parts in splits.items():
+            write(folder / name.format(split), joined(parts), **how)
+        return options
+
+    return write_all
+
+
+def datatrove(options: ImportOptions = PLAIN, **how: Any) -> Writer:
+    """Return what writes the validation files first, then more than nine for training: 2 goes before 10."""
+
+    def write(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
+        for number, made in enumerate([*splits["val"], *splits["train"]]):
+            write_datatrove(folder / f"{number}_shuffled.ds", made, **how)
+        return replace(options, val_files=("0_*.ds",))
+
+    return write
+
+
+llmc_shards = shards("fineweb_{}_{:06d}.bin", write_llmc, first=1)
+datatrove_files = datatrove()
+npy_shards = shards("edufineweb_{}_{:06d}.npy", write_npy)
+_LLAMA = {"magic": 20240801, "version": 7}
+_BARE = ImportOptions(tokenizer="gpt2", dtype="uint16", end_of_text="after")
+_RAW = ImportOptions(
+    format="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
+)
+_HEAD = {"kind": "I", "head": b"made up header 6"}
 FORMATS: dict[str, tuple[Writer, Layout, str]] = {
     "llm.c": (llmc_shards, "llm.c", "<u2"),
-    "llm.c in two files": (_llmc_two_files, "llm.c", "<u2"),
-    "llm.c of Llama 3": (_llmc_wide, "llm.c", "<u4"),
+    "llm.c in two files": (one_file("TinyStories_{}.bin", write_llmc), "llm.c", "<u2"),
+    "llm.c of Llama 3": (
+        shards("edu_fineweb_{}_{:06d}.bin", write_llmc, UNKNOWN, **_LLAMA),
+        *("llm.c", "<u4"),
+    ),
     "datatrove": (datatrove_files, "datatrove", "<u2"),
-    "datatrove without metadata": (_datatrove_index_only, "datatrove", "<u2"),
-    "datatrove uint32": (_datatrove_wide, "datatrove", "<u4"),
-    "datatrove ids alone": (_datatrove_bare, "datatrove", "<u2"),
-    "Megatron": (_megatron, "megatron", "<u2"),
-    "Megatron int32, sequences within documents": (_megatron_int32, "megatron", "<u4"),
-    "nanoGPT": (_raw, "raw", "<u2"),
-    "raw uint32": (_raw_wide_behind_a_header, "raw", "<u4"),
+    "datatrove without metadata": (datatrove(GPT2, name=None), "datatrove", "<u2"),
+    "datatrove uint32": (datatrove(UNKNOWN, width=4, name="meta/Llama-3"), "datatrove", "<u4"),
+    "datatrove ids alone": (datatrove(_BARE, name=None, index=False), "datatrove", "<u2"),
+    "Megatron": (one_file("{}_text_document.bin", write_megatron, GPT2), "megatron", "<u2"),
+    "Megatron int32, sequences within documents": (
+        one_file("{}_text.bin", write_megatron, GPT2, code=4, per_sequence=3),
+        *("megatron", "<u4"),
+    ),
+    "nanoGPT": (one_file("{}.bin", write_raw), "raw", "<u2"),
+    "raw uint32": (one_file("{}.tokens", write_raw, _RAW, **_HEAD), "raw", "<u4"),
     "edufineweb npy": (npy_shards, "npy", "<u2"),
-    "npy uint32": (_npy_wide, "npy", "<u4"),
+    "npy uint32": (one_file("{}.npy", write_npy, dtype="<u4"), "npy", "<u4"),
 }
 
 

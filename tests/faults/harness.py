@@ -37,13 +37,8 @@ class FaultRun:
         return self.folder / "run"
 
     def argv(self, *more: str) -> list[str]:
-        return [
-            *SHAPE,
-            f"--data_dir={self.data}",
-            f"--checkpoint_dir={self.folder}",
-            *self.flags,
-            *more,
-        ]
+        place = [f"--data_dir={self.data}", f"--checkpoint_dir={self.folder}"]
+        return [*SHAPE, *place, *self.flags, *more]
 
     def start(
         self,

@@ -24,16 +24,19 @@ def folder(tmp_path_factory) -> Path:
     return straight_run(tmp_path_factory.mktemp("last"))
 
 
+def start(command: list[str], code: int | None = None, **fault: str) -> int:
+    """Start a run to its end and return its exit code."""
+    done = subprocess.run(command, env=launch.environment(**fault), capture_output=True, text=True)
+    assert code in (None, done.returncode), done.stderr
+    return done.returncode
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kill_at_the_last_step_loses_nothing(folder, place):
     name = f"kill_{place}"
     command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=1)
-    killed = launch.environment(FAULT=f"{place}:kill9@{LAST}")
-    assert subprocess.run(command, env=killed, capture_output=True).returncode == -9
-    done = subprocess.run(
-        [*command, "--resume=auto"], env=launch.environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    start(command, -9, FAULT=f"{place}:kill9@{LAST}")
+    start([*command, "--resume=auto"], 0)
     assert_complete(folder, name)
 
 
@@ -42,15 +45,11 @@ def test_two_ranks_go_on_after_an_interruption_of_one(folder, fault):
     rank = 0 if "sample" in fault else 1
     name = f"two_{fault}".replace(":", "_")
     command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=2)
-    broken = launch.environment(FAULT=f"{fault}@{LAST},rank={rank}")
-    first = subprocess.run(command, env=broken, capture_output=True, text=True)
-    assert (first.returncode == 0) == ("term" in fault), first.stderr
+    code = start(command, FAULT=f"{fault}@{LAST},rank={rank}")
+    assert (code == 0) == ("term" in fault)
     state = json.loads((folder / "runs" / name / "status.json").read_text())["state"]
     assert state == ("stopped" if "term" in fault else "failed")
-    done = subprocess.run(
-        [*command, "--resume=auto"], env=launch.environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    start([*command, "--resume=auto"], 0)
     assert json.loads((folder / "runs" / name / "status.json").read_text())["state"] == "completed"
     events = after_last_step(folder / "runs" / name)
     assert {kind: len(found) for kind, found in events.items()} == dict.fromkeys(events, 1)

@@ -16,20 +16,6 @@ pytestmark = pytest.mark.fault
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_row_11_a_process_is_killed(rank, run, reference):
-    """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
-    run.flags = NO_ROLLING
-    process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
-    assert run.end_of(process) != 0
-    run.assert_no_process_left(process)
-    assert run.saved() == [14]
-    assert "another rank of this run died after step 14; that step is saved" in run.errors()
-    assert run.resume(world=2) == 0, run.errors()
-    assert [event["from_step"] for event in run.events("resume")] == [14]
-    run.assert_equals(reference(2))
-
-
 def pipelined(folder: Path) -> Path:
     """Return a trainer that launches a step before it has read the loss of the one before, as on a GPU."""
     return python_program(
@@ -59,13 +45,14 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(run, reference, tmp_
     run.resumes_as(reference(2), "--resume=latest", "--hang_seconds=600", world=2)
 
 
-def test_row_11_torchrun_restarts_and_the_run_goes_on(run, reference):
-    """The same command line, started again by torchrun itself, finds its run."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_11_a_process_is_killed_and_torchrun_restarts(rank, run, reference):
+    """The survivor saves the last complete step, whichever it is; the same command line goes on as the same bits."""
     run.flags = NO_ROLLING
-    once = """
+    once = f"""
 import os
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    os.environ["FAULT"] = "step:kill9@15,rank=1"
+    os.environ["FAULT"] = "step:kill9@15,rank={rank}"
 """
     program = python_program(run.folder.parent, once)
     code = run.finish("--resume=auto", world=2, torchrun=("--max-restarts=1",), program=program)

@@ -110,18 +110,6 @@ def test_row_07_ctrl_c(presses, run):
     assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
 
 
-def test_row_08_slurms_sigusr1(run, reference):
-    """It kills torchrun at once; the kernel tells the workers, and they save and end."""
-    run.flags = NO_ROLLING
-    process = run.start(world=2, FAULT=PACE)
-    run.wait_for(process, "step", 6)
-    process.send_signal(signal.SIGUSR1)
-    assert run.end_of(process) == -signal.SIGUSR1
-    run.assert_no_process_left(process)
-    assert_stopped_cleanly(run, "SIGTERM")
-    run.resumes_as(reference(2), world=2)
-
-
 def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
     """Asked to handle it, torchrun forwards it and then ends as for SIGTERM: the step is on disk either way."""
     run.flags = FOREVER
@@ -136,15 +124,16 @@ def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
     assert_stopped_cleanly(run, "SIGTERM")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_row_09_the_launcher_dies(number, run, reference):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL, signal.SIGHUP])
+def test_rows_08_and_09_the_launcher_dies(number, run, reference):
+    """The first two kill torchrun at once; the kernel tells the workers, and they save and end."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=PACE)
     run.wait_for(process, "step", 6)
     process.send_signal(number)
-    run.end_of(process)
+    assert run.end_of(process) == -number or number == signal.SIGHUP
     run.assert_no_process_left(process)
-    assert_stopped_cleanly(run, "SIGTERM" if number == signal.SIGKILL else "SIGHUP")
+    assert_stopped_cleanly(run, "SIGHUP" if number == signal.SIGHUP else "SIGTERM")
     run.resumes_as(reference(2), world=2)
 
 

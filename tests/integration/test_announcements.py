@@ -11,9 +11,7 @@ import os
 import pkgutil
 import re
 import select
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ import launch
 from gpt2lab.commands import entry
 from gpt2lab.errors import NoSourceError
 from gpt2lab.runs import console
-from launch import TRAIN
 from tiny import flags_of, parse, pretrain, write_items, write_shards
-from whole_run import Run
 
 # What is announced, and how the line begins that ends the silence.
 STRETCHES = {
@@ -76,40 +72,6 @@ def test_compiling_is_announced(tmp_path):
     done = launch.train(flags_of(tmp_path, "r", "--compile=on"))
     assert done.returncode == 0, done.stderr
     assert_announced(done.stdout.splitlines(), STRETCHES)
-
-
-def test_the_first_ctrl_c_is_answered(tiny_data, tmp_path):
-    run = Run(tiny_data, tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, str(TRAIN), *run.flags, "--max_steps=100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=launch.environment(),
-    )
-    launch.wait_for_step(process, run.path, 3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=launch.HANG_SECONDS)
-    assert (process.returncode, launch.without_progress(err)) == (0, "")
-    lines = out.splitlines()
-    (line,) = [line for line in lines if line.endswith("; press twice more to abort")]
-    assert re.match(r"(finishing|stopping after) (the checkpoint of )?step \d+", line)
-    assert any(line.startswith("stopped by SIGINT after step") for line in lines)
-    assert json.loads((run.path / "status.json").read_text())["state"] == "stopped"
-
-
-def test_a_complete_run_ends_with_the_commands_that_people_want_next(tmp_path):
-    write_shards(tmp_path / "data", train=(1003,), val=(650,))
-    write_items(tmp_path / "items.jsonl")
-    done = launch.train_in_forks(flags_of(tmp_path, "r"))
-    *_, title, sample, report = done.stdout.splitlines()
-    runs = tmp_path / "runs"
-    assert title == "  next"
-    assert sample.endswith(f"gpt2lab sample r --interactive --checkpoint_dir {runs}")
-    assert report.endswith(f"gpt2lab report r --checkpoint_dir {runs}")
-    words = ["--prompt=a", "--max_new_tokens=1", f"--checkpoint_dir={runs}"]
-    answer = launch.call("sample.py", "r", *words)
-    assert answer.returncode == 0, answer.stderr
 
 
 # -- every command ---------------------------------------------------------------------------------------------------

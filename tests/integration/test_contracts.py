@@ -74,6 +74,8 @@ OWN = [flag for flag in BASE if "hellaswag" not in flag]
 FRESH = [flag for flag in OWN if "run_name" not in flag] + ["--run_name=new"]
 NOBODY = ["--checkpoint_dir=nowhere"]
 PLAN = [TRAIN, "--dry_run", *FRESH]  # refuses what a start refuses, and does not load torch for it
+TUNE = [FINETUNE, "--dry_run", *TUNED, "--run_name=new"]
+RENAMED = "num_layers embd_size num_heads logdir tensorboard_dir steps_per_epoch"
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,9 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "list": [TRAIN, "--list_checkpoints", "--checkpoint_dir=runs"],
     "list verified": [TRAIN, "--list_checkpoints", "--verify", "--checkpoint_dir=runs"],
     "list of nothing": [TRAIN, "--list_checkpoints", "--checkpoint_dir=nowhere"],
-    "dry run": [TRAIN, "--dry_run", *FRESH],
+    "dry run": PLAN,
     "dry run of a resume": [TRAIN, "--dry_run", *OWN, "--resume=5"],
-    "dry run of fine-tuning": [FINETUNE, "--dry_run", *TUNED, "--run_name=new"],
+    "dry run of fine-tuning": TUNE,
     "preflight": [TRAIN, "--preflight", *FRESH],
     "evaluate": [
         *("scripts/evaluate.py", "runs/base", "--device=cpu", "--val=data", "--val_tokens=640"),
@@ -357,12 +359,7 @@ def test_the_keys_of_every_event(golden, place):
 REFUSALS: dict[str, list[str]] = {
     "unknown flag": [TRAIN, "--n_layr=3"],
     "unknown flag of a script": ["gpt2lab status", "--wach=3"],
-    "renamed num_layers": [TRAIN, "--num_layers=3"],
-    "renamed embd_size": [TRAIN, "--embd_size=3"],
-    "renamed num_heads": [TRAIN, "--num_heads=3"],
-    "renamed logdir": [TRAIN, "--logdir=x"],
-    "renamed tensorboard_dir": [TRAIN, "--tensorboard_dir=x"],
-    "renamed steps_per_epoch": [TRAIN, "--steps_per_epoch=3"],
+    **{f"renamed {name}": [TRAIN, f"--{name}=3"] for name in RENAMED.split()},
     "stray word": [TRAIN, "train"],
     "value missing": [TRAIN, "--seed"],
     "value not a number": [TRAIN, "--n_layer=many"],
@@ -387,20 +384,8 @@ REFUSALS: dict[str, list[str]] = {
     "another architecture": [*PLAN, *OWN, "--resume=5", "--n_layer=3"],
     "unknown change": [*PLAN, *OWN, "--resume=5", "--allow_change=bogus"],
     "lock held": [TRAIN, *OWN, "--resume=5"],
-    "fine-tuning from nothing": [
-        FINETUNE,
-        "--dry_run",
-        *TUNED,
-        "--run_name=new",
-        "--init_from=nobody",
-    ],
-    "fine-tuning without pairs": [
-        FINETUNE,
-        "--dry_run",
-        *TUNED,
-        "--run_name=new",
-        "--instructions=no.jsonl",
-    ],
+    "fine-tuning from nothing": [*TUNE, "--init_from=nobody"],
+    "fine-tuning without pairs": [*TUNE, "--instructions=no.jsonl"],
     "text missing": ["scripts/prepare_data.py", "nothing.txt", "--out=made"],
     "prepared otherwise": ["scripts/prepare_data.py", "text", "--out=data", "--max_tokens=900"],
     "verify of nothing": ["gpt2lab data", "verify", "nowhere"],

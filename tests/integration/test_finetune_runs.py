@@ -21,7 +21,6 @@ from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.commands.preflight import preflight
 from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import RecipeName
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.finetuning.recipe import FINETUNING
@@ -219,19 +218,6 @@ def test_the_command_lists_plans_and_rejects(folder, tmp_path):
     theirs = launch.call(launch.TRAIN, "--lora_r=8")
     assert theirs.stderr == "error: unknown flag --lora_r: it belongs to gpt2lab finetune\n"
     assert not (tmp_path / "runs").exists()
-
-
-def test_help_shows_no_flag_that_is_rejected(capsys):
-    shown: dict[RecipeName, str] = {"pretrain": "", "finetune": ""}
-    for recipe in shown:
-        with pytest.raises(SystemExit):
-            parse(["--help-all"], recipe)
-        shown[recipe] = capsys.readouterr().out
-    for flag in ("--import_checkpoint", "--trust", "--fit_schedule"):
-        assert flag in shown["pretrain"]
-        assert flag not in shown["finetune"]
-    assert "--lora_r" not in shown["pretrain"]
-    assert "--lora_r" in shown["finetune"]
 
 
 @pytest.mark.parametrize(("model", "small"), [("gpt2", False), ("gpt2-nano", True)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -94,26 +92,6 @@ def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(folder, monkeypa
     monkeypatch.delenv("FAULT")
     pretrain(parse([*flags, "--resume=latest"]))
     assert_complete(folder, "label")
-
-
-def test_events_that_the_disk_does_not_take_are_an_error_and_the_resume_writes_them(
-    folder, monkeypatch
-):
-    flags, problem = flags_of(folder, "full"), "metrics.jsonl: No space left on device"
-    monkeypatch.setattr(
-        "gpt2lab.runs.logger.MetricsLogger.catch_up",
-        lambda self: problem if any(b'"done"' in self._held_back for _ in [0]) else _write(self),
-    )
-    with pytest.raises(SaveError, match=problem):
-        pretrain(parse(flags))
-    monkeypatch.undo()
-    pretrain(parse([*flags, "--resume=latest"]))
-    assert_complete(folder, "full")
-
-
-def _write(logger: Any) -> None:
-    os.write(logger._metrics.fileno(), logger._held_back)
-    logger._held_back.clear()
 
 
 @pytest.mark.usefixtures("counts_signals")

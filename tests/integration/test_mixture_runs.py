@@ -19,7 +19,6 @@ from gpt2lab.config.schema import DataConfig
 from gpt2lab.config.settings import override
 from gpt2lab.data.mixture import check_epochs
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
@@ -185,12 +184,6 @@ def test_the_headline_is_the_mean_by_the_first_weights(straight, data):
     assert f"easy           {losses['easy']:.4f} +- {errors['easy']:.4f}" in text
 
 
-def test_the_best_checkpoint_is_that_of_the_headline(straight):
-    losses = {e["step"]: e["val_loss"] for e in launch.events(straight, "eval") if e["step"]}
-    best = (straight / "labels" / "best").read_text().strip()
-    assert best == f"step_{min(losses, key=losses.__getitem__):08d}"
-
-
 def test_curves_and_report_have_a_line_for_each_source(straight):
     rebuild_tensorboard(straight)  # its settings hold lists
     curves = EventAccumulator(str(straight / "tensorboard")).Reload()
@@ -207,34 +200,6 @@ def test_curves_and_report_have_a_line_for_each_source(straight):
     assert "on easy+hard+late" in page
     log = (straight / "log.txt").read_text()
     assert "mixture from step 14: 0.00% easy, 20.00% hard, 80.00% late" in log
-
-
-def test_a_single_folder_records_nothing_of_a_mixture(data, tmp_path):
-    flags = flags_of(data, tmp_path, "run", "--max_steps=2", f"--data_dir={data / 'easy'}")
-    pretrain(parse([*flags, "--data_weights_at"]))
-    settings = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert settings["data_dir"] == str(data / "easy")
-    assert not launch.events(tmp_path / "run", "mixture")
-    keys = set(last(tmp_path / "run", "step")) | set(last(tmp_path / "run", "eval"))
-    assert not [key for key in keys if "by_source" in key]
-
-
-def test_more_of_a_source_makes_a_model_better_there(data, tmp_path):
-    """At equal tokens: `easy` can be predicted, `hard` is noise."""
-    at = ("--max_steps=40", "--eval_freq=0", "--data_weights_at")
-    runs = {
-        name: train(data, tmp_path, name, *words(data, easy=weight, hard=1 - weight), *at)
-        for name, weight in (("much", 0.9), ("little", 0.1))
-    }
-    losses = {name: last(run, "eval")["val_loss_by_source"] for name, run in runs.items()}
-    errors = last(runs["little"], "eval")["val_loss_se_by_source"]
-    assert losses["much"]["easy"] < losses["little"]["easy"] - 4 * errors["easy"]
-    for loss in losses.values():
-        assert loss["easy"] < loss["hard"] - 4 * errors["hard"]
-    noise = math.log(VOCAB)  # nobody learns it
-    assert all(loss["hard"] > noise - 0.05 for loss in losses.values())
-    with pytest.raises(DataError, match="not measured on the same"):  # other weights, another mean
-        compare("much", "little", checkpoint_dir=tmp_path)
 
 
 def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(data, tmp_path):

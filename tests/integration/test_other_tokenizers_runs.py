@@ -164,29 +164,6 @@ def test_the_export_is_the_same_model_and_the_same_text(made, tmp_path):
     assert numbers[0]["bits_per_byte"] == pytest.approx(numbers[1]["bits_per_byte"], rel=1e-6)
 
 
-def test_two_ranks_train_the_same(folder, tmp_path):
-    flags = [*flags_of(folder, "a"), "--sample_prompt=Document 1", f"--checkpoint_dir={tmp_path}"]
-    done = launch.train_in_forks(flags, world=2)
-    assert done.returncode == 0, done.stderr
-    for kind, name in (("eval", "val_loss"), ("eval", "bits_per_byte"), ("hellaswag", "acc")):
-        one, two = (
-            [event[name] for event in launch.events(run, kind)]
-            for run in (folder / "runs" / "a", tmp_path / "a")
-        )
-        assert two == pytest.approx(one, rel=1e-5)
-
-
-def test_training_goes_on_from_an_export(folder, tmp_path):
-    out = tmp_path / "x"
-    ask("export_hf.py", "a", f"--out={out}", folder=folder)
-    flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag]
-    pretrain(parse([*flags, f"--init_from={out}", f"--checkpoint_dir={tmp_path / 'runs'}"]))
-    run = tmp_path / "runs" / "b"
-    before = last(folder / "runs" / "a", "eval")["val_loss"]
-    assert launch.events(run, "eval")[0]["val_loss"] == pytest.approx(before, rel=1e-5)
-    assert open_tokenizer(str(run)) == open_tokenizer(str(folder / "data"))
-
-
 def test_nanogpts_characters_train_and_sample(tmp_path):
     """Its two files and meta.pkl, as they lie there."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
@@ -232,16 +209,6 @@ def write_unknown(source: Path, folder: Path) -> None:
     manifest = json.loads((folder / "shards.json").read_text())
     (folder / "shards.json").unlink()
     write_manifest(folder, {**manifest, "tokenizer": {"name": "unknown", "sha256": None}})
-
-
-def test_a_damaged_tokenizer_stops_a_checkpoint_from_being_used(folder, tmp_path):
-    copy = tmp_path / "step_00000004"
-    shutil.copytree(folder / "runs" / "a" / copy.name, copy)
-    content = (copy / "tokenizer.json").read_bytes()
-    (copy / "tokenizer.json").write_bytes(content.replace(b"the", b"teh"))
-    done = call("sample.py", copy, "--prompt=x")
-    assert done.returncode == 2
-    assert "tokenizer.json" in done.stderr
 
 
 @pytest.mark.parametrize("begin", ["init_from", "evaluate"])
@@ -313,38 +280,6 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_pa
     done = call("evaluate.py", "tuned", words[0], "--json")
     logged = last(tmp_path / "tuned", "eval")["val_loss"]
     assert json.loads(done.stdout)["val_loss"] == pytest.approx(logged, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [4096, 32_768])
-def test_from_text_to_transformers_with_the_commands(tmp_path, vocab_size):
-    """Learn a tokenizer, prepare, train, sample, export, and score HellaSwag: each by its own command."""
-    write_items(tmp_path / "items.jsonl")
-
-    def run(name: str, *words: str) -> str:
-        done = call(name, *words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    learn = ("train", "python-stdlib", f"--vocab_size={vocab_size}", "--max_bytes=15M", "--out=tok")
-    assert f"bpe-{vocab_size}, {vocab_size:,} ids" in run("data tokenizer", *learn)
-    shown = run("data tokenizer", "show", "tok", "gpt2", "--source", "python-stdlib")
-    density = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines()[1:]}
-    assert density["tok"] > 1.3 * density["gpt2"]  # it has seen Python
-    run("prepare_data.py", "python-stdlib", "--tokenizer=tok", "--max_tokens=400k", "--out=data")
-    flags = ["--max_steps=30", "--max_lr=0.01", "--hellaswag_freq=30"]
-    pretrain(parse([*flags_of(tmp_path, "a", "--total_batch_size=1024"), *flags]))
-    losses = [event["val_loss"] for event in launch.events(tmp_path / "runs" / "a", "eval")]
-    assert losses[0] == pytest.approx(math.log(vocab_size), rel=0.01)
-    assert losses[-1] < losses[0] - 0.3
-    runs = "--checkpoint_dir=runs"
-    assert run("sample.py", "a", runs, "--prompt=def ", "--max_new_tokens=8").startswith("def ")
-    run("export_hf.py", "a", runs, "--out=x")
-    scored = json.loads(
-        run("evaluate.py", "x", runs, "--hellaswag", "--hellaswag_path=items.jsonl", "--json")
-    )
-    logged = last(tmp_path / "runs" / "a", "hellaswag")
-    assert scored["hellaswag"]["acc"] == logged["acc"]
 
 
 def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path):

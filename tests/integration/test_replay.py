@@ -397,15 +397,6 @@ def test_equal_runs_are_called_equal(own):
     assert "0 replays" in said
 
 
-def test_a_poisoned_window_is_named_without_a_replay(place):
-    found = differing(place, "poisoned")
-    assert (found["step"], found["quantity"], found["replays"]) == (SPIKE, "batch", 0)
-    text = dict(map(tuple, found["differences"]))["batch"]
-    assert (
-        f"1 of {S} samples differ, the first is sample {BAD}: {T - 1} of its {T + 1} tokens" in text
-    )
-
-
 def test_a_flipped_bit_is_named_by_its_tensor(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
     run = own / "runs" / "flipped"

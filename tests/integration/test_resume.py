@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,12 +74,12 @@ def test_the_first_resumed_step_sums_like_all_others(tiny_run):
     assert cut.bits() == straight.bits()
 
 
-def end(process, run: Run, step: int, number: signal.Signals) -> None:
-    """Send a signal once a step is logged, and wait for the end."""
+def end(process, run: Run, step: int, number: signal.Signals) -> tuple[str, str]:
+    """Send a signal once a step is logged, wait for the end, and return what was said."""
     try:
         launch.wait_for_step(process, run.path, step)
         process.send_signal(number)
-        process.communicate(timeout=launch.HANG_SECONDS)
+        return process.communicate(timeout=launch.HANG_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -131,12 +133,14 @@ def test_resume_on_fewer_processes_sees_the_same_tokens(reference, run):
     run.assert_same_curve(reference(1), LAST)
 
 
-def test_a_signal_stops_at_a_step_that_is_saved(run):
+def test_a_signal_is_answered_and_stops_at_a_step_that_is_saved(run):
     """It is on disk, and nothing is lost; faults/test_stop_and_time.py asks two processes, and by other signals."""
     run.flags += flags_for(**ENDLESS)
-    process = launch.start(run.flags)
-    end(process, run, 5, signal.SIGINT)
-    assert process.returncode == 0
+    process = launch.start(run.flags, stdout=subprocess.PIPE)
+    said, errors = end(process, run, 5, signal.SIGINT)
+    assert (process.returncode, launch.without_progress(errors)) == (0, "")
+    [answer] = [line for line in said.splitlines() if line.endswith("; press twice more to abort")]
+    assert re.match(r"(finishing|stopping after) (the checkpoint of )?step \d+", answer)
     [stop] = run.events("stop")
     assert (stop["reason"], stop["step"]) == ("SIGINT", max(run.losses()))
     assert Path(stop["checkpoint"]).name == f"step_{stop['step']:08d}"

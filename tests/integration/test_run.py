@@ -16,7 +16,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import launch
 from gpt2lab.checkpoint import store
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.validation import Validation
@@ -26,18 +25,12 @@ from tiny import TRAIN_SHARDS, VAL_SHARDS, make_tokens
 from whole_run import LAST, STEP_TOKENS, WINDOWS, Run, S, T
 
 REAL_VOCABULARY = ["--vocab_size=50304", "--sample_tokens=4", "--checkpoint_freq=0"]
-STEP_KEYS = {
-    *("event", "time", "attempt", "step", "loss", "lr", "grad_norm", "step_seconds"),
-    *("tokens_per_second", "tokens", "epoch", "data_wait_seconds", "mfu", "peak_memory_bytes"),
-    "batch_hash",
-}
 
 
-def test_every_update_has_one_step_line_with_every_key_of_the_contract(straight):
+def test_every_update_has_one_step_line_with_numbers_that_fit_together(straight):
     steps = straight.events("step")
     assert [event["step"] for event in steps] == list(range(1, LAST + 1))
     for event in steps:
-        assert set(event) >= STEP_KEYS
         assert event["attempt"] == 1
         assert event["mfu"] is None, "the peak of a CPU is not known"
         assert event["tokens"] == STEP_TOKENS * event["step"]
@@ -47,21 +40,6 @@ def test_every_update_has_one_step_line_with_every_key_of_the_contract(straight)
         assert event["peak_memory_bytes"] > 50e6, "a process with torch in it"
         assert event["grad_norm"] > 0
         assert re.fullmatch(r"[0-9a-f]{64}", event["batch_hash"])
-
-
-def test_every_line_of_the_file_has_the_four_common_keys(straight):
-    events = history.read_events(straight.path)
-    assert {event["event"] for event in events} >= {"step", "eval", "checkpoint", "warning", "done"}
-    assert launch.all_events(straight.path) == events
-    assert all({"event", "time", "attempt", "step"} <= set(event) for event in events)
-    times = [event["time"] for event in events]
-    assert times == sorted(times)
-
-
-def test_training_lowers_the_loss_from_that_of_a_uniform_guess(straight):
-    losses = straight.losses()
-    assert losses[1] == pytest.approx(math.log(256), rel=0.02)
-    assert losses[LAST] < losses[1] - 0.05
 
 
 def test_epoch_is_counted_from_the_first_sample_of_the_step(straight):
@@ -91,14 +69,6 @@ def test_batch_hash_is_the_sha256_of_the_windows_in_sample_order(straight):
     fitting = [order for order in orders if hashes(order) == written]
     assert fitting, "no order of the shards in epoch 1 gives these batches"
     assert len(fitting) < len(orders), "the claim needs batches that tell orders apart"
-
-
-def test_learning_rate_is_that_of_the_schedule_with_resolved_defaults(straight):
-    warmup, low, high = LAST // 10, 6e-5, 6e-4
-    for event in straight.events("step"):
-        n = event["step"]
-        decayed = low + (high - low) * (1 + math.cos(math.pi * (n - warmup) / (LAST - warmup))) / 2
-        assert event["lr"] == pytest.approx(high * n / warmup if n < warmup else decayed, rel=1e-9)
 
 
 @pytest.fixture
@@ -180,23 +150,6 @@ def test_checkpoint_event_follows_the_step_and_tells_path_bytes_and_seconds(stra
         assert event["bytes"] == sum(file.stat().st_size for file in info.path.iterdir())
 
 
-def test_labels_name_the_best_the_one_before_and_the_epoch(straight):
-    best = [event["step"] for event in straight.events("checkpoint") if "best" in event["labels"]]
-    assert len(best) >= 2
-    assert straight.labels() == {
-        "best": f"step_{best[-1]:08d}",
-        "best_prev": f"step_{best[-2]:08d}",
-        "epoch_0001": "step_00000024",
-    }
-
-
-def test_unlabelled_checkpoints_of_a_former_best_are_gone(straight):
-    best = [event["step"] for event in straight.events("checkpoint") if event["kind"] == "best"]
-    labelled = {int(name[5:]) for name in straight.labels().values()}
-    assert set(straight.checkpoints()) == {5, 10, 15, 20, 25, LAST} | labelled
-    assert set(best) - labelled, "the claim needs a best that lost its label"
-
-
 def test_frequency_of_zero_means_only_after_the_last_step(run):
     run.train("--max_steps=5", "--eval_freq=0", "--checkpoint_freq=0")
     assert [event["step"] for event in run.events("eval")] == [0, 5]
@@ -214,18 +167,6 @@ def test_log_freq_thins_the_console_and_not_the_metrics(straight):
     steps = [re.fullmatch(pattern, line) for line in shown]
     assert all(steps), shown
     assert [int(match[1]) for match in steps if match] == [1, 10, 20, 26]
-
-
-def test_validation_loss_does_not_depend_on_the_micro_batch(tiny_data, tmp_path):
-    measured = []
-    for size in (1, 2, 4):
-        run = Run(tiny_data, tmp_path / str(size))
-        run.train("--max_steps=1", f"--mini_batch_size={size}")
-        measured.append(run.events("eval")[0])
-    assert [event["val_tokens"] for event in measured] == [320] * 3
-    for event in measured[1:]:
-        assert event["val_loss"] == pytest.approx(measured[0]["val_loss"], rel=1e-6)
-        assert event["val_loss_se"] == pytest.approx(measured[0]["val_loss_se"], rel=1e-4)
 
 
 def test_validation_loss_and_its_error_equal_an_independent_computation(straight):

@@ -15,22 +15,15 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-import safetensors.torch
+import modes
 import torch
 import torch.distributed.fsdp
 
 from benchmarks.sharing_worker import Traffic
-from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig, TuningConfig
-from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.model.gpt import build_model
-from gpt2lab.model.lora import add_lora, init_adapters
-from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner.communication import step_bytes
-from gpt2lab.training.train_step import StepStats, train_step
+from gpt2lab.training.train_step import StepStats
 
 # No number of rows is odd, so that all ranks share evenly and bytes are exactly the planner's.
 PLAIN = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=64)
@@ -55,8 +48,8 @@ class Dtypes(Traffic):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Trained:
-    """A model that gathers in one precision, and everything that a step of it needs."""
+class Trained(modes.Trained):
+    """A model whose ranks gather it in one precision."""
 
     def __init__(
         self,
@@ -66,51 +59,18 @@ class Trained:
         model: ModelConfig = PLAIN,
         optimizer: Any = "adamw",
         recompute: Any = "none",
-        lora: bool = False,
-        seed: int = 0,
+        **more: Any,
     ) -> None:
-        self.runtime, self.config = runtime, model
         system = SystemConfig(
             dtype="bf16",
             parallel="fsdp",
             activation_checkpointing=recompute,
             fsdp_param_dtype=param_dtype,
         )
-        self.strategy = Strategy(runtime, system)
-        self.model = build_model(model, seed=seed, device=runtime.device)
-        if lora:
-            add_lora(self.model, TuningConfig(instructions="demo", lora_r=4))
-            init_adapters(self.model, seed=seed)
-        self.wrapped = self.strategy.prepare(self.model)
-        optim = OptimConfig(optimizer=optimizer)
-        self.optimizers = self.strategy.shard_optimizer_state(
-            self.model, build_optimizers(self.model, optim, device=runtime.device)
-        )
+        super().__init__(runtime, system, OptimConfig(optimizer=optimizer), model=model, **more)
 
-    def step(self, number: int, *, accumulation: int = 1, accepted: bool = True) -> StepStats:
-        rank, world = self.runtime.rank, self.runtime.world_size
-        micro, (T, V) = [], (self.config.context_length, self.config.vocab_size)
-        for place in range(accumulation):
-            index = rank + place * world
-            generator = torch.Generator().manual_seed(100 * number + index)
-            ids = torch.randint(0, V, (2, T + 1), generator=generator)
-            is_last = place == accumulation - 1
-            micro.append(MicroBatch(ids[:, :-1], ids[:, 1:], index, is_last))
-        targets = 2 * T * accumulation * world
-        return train_step(
-            self.wrapped,
-            self.optimizers,
-            GlobalBatch(tuple(micro), targets, 0, 0, 2 * accumulation * world, None, 0.0),
-            1e-2,
-            strategy=self.strategy,
-            grad_clip=0.5,
-            seed=number,
-            accept=lambda loss, norm: accepted,
-        )
-
-    def content(self) -> dict[str, torch.Tensor]:
-        content = store.collect(self.model, self.optimizers, keep=True)
-        return {**content.model, **content.optimizer}
+    def step(self, number: int, *, accumulation: int = 1, **how: Any) -> StepStats:
+        return super().step(number, rows=2, accumulation=accumulation, grad_clip=0.5, **how)
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -126,10 +86,10 @@ def compare_steps(runtime: Runtime, **how: Any) -> None:
     for number in range(1, STEPS + 1):
         one, other = expected.step(number), found.step(number)
         assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm), number
-    assert_same(expected.content(), found.content())
-    before = found.content()
-    found.step(STEPS + 1, accepted=False)  # a rejected update leaves nothing behind
-    assert_same(found.content(), before)
+    assert_same(expected.weights(), found.weights())
+    before = found.weights()
+    found.step(STEPS + 1, rejected_by="host")  # a rejected update leaves nothing behind
+    assert_same(found.weights(), before)
     with found.strategy.full_model(found.model) as model:  # what evaluations and samples read
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         for name, weight in model.named_parameters():
@@ -154,7 +114,7 @@ def compare_micro_batches(runtime: Runtime) -> None:
         one, other, same = (t.step(number, accumulation=2) for t in (expected, found, grouped))
         assert abs(one.loss - other.loss) <= 1e-4 * one.loss
         assert (same.loss, same.grad_norm) == (other.loss, other.grad_norm)
-    assert_same(found.content(), grouped.content())
+    assert_same(found.weights(), grouped.weights())
 
 
 def check_traffic(runtime: Runtime) -> None:
@@ -181,24 +141,11 @@ def exchange_checkpoints(folder: Path, runtime: Runtime) -> None:
         expected = Trained(runtime, saves)
         for number in (1, 2):
             expected.step(number)
-        content = store.collect(expected.model, expected.optimizers, keep=runtime.rank == 0)
-        place = folder / saves
-        if runtime.rank == 0:
-            place.mkdir()
-            drafted = store.draft(
-                place, kind="rolling", content=content, state=TrainState(2), rng_states=[], facts={}
-            )
-            store.save(place, drafted)
-        runtime.gather(None)
+        saved = expected.save(folder / saves, 2)
         found = Trained(runtime, loads, seed=1)
-        found.step(1)
-        saved = place / "step_00000002"
-        store.load(saved, model=found.model, optimizers=found.optimizers)
-        out = store.collect(found.model, found.optimizers, keep=True)
-        assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
-        assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
+        found.load(saved)
         assert found.step(3).loss == expected.step(3).loss
-        assert_same(found.content(), expected.content())
+        assert_same(found.weights(), expected.weights())
 
 
 def main(folder: Path) -> None:

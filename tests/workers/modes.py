@@ -6,7 +6,6 @@ modes.py FOLDER [cuda]
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import sys
 from pathlib import Path
@@ -21,12 +20,13 @@ import torch
 from benchmarks.sharing_worker import Traffic
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig, TuningConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.counts import count_rows
 from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.health import check_drift
 from gpt2lab.training.train_step import StepStats, is_finite, train_step
@@ -41,44 +41,60 @@ OPTIM = {
 
 
 class Trained:
-    """A model in one mode, and everything that a step of it needs."""
+    """A model on each of some ranks, and everything that a step of it needs."""
 
-    def __init__(self, runtime: Runtime, mode: str, optimizer: str, *, seed: int = 0) -> None:
-        self.runtime = runtime
-        parallel, _, more = mode.partition(" ")
-        system = SystemConfig(
-            dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=more == "offloaded"
-        )
-        self.is_offloaded = system.fsdp_offload
+    def __init__(
+        self,
+        runtime: Runtime,
+        system: SystemConfig,
+        optim: OptimConfig,
+        *,
+        model: ModelConfig = CONFIG,
+        lora: bool = False,
+        scatters: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.runtime, self.config, self.system = runtime, model, system
         self.strategy = Strategy(runtime, system)
-        if more == "scattered":  # as always on GPUs
+        if scatters:  # as always on GPUs
             self.strategy._scatters = True
-        self.model = build_model(CONFIG, seed=seed, device=runtime.device)
+        self.model = build_model(model, seed=seed, device=runtime.device)
+        if lora:
+            add_lora(self.model, TuningConfig(instructions="demo", lora_r=4))
+            init_adapters(self.model, seed=seed)
         self.wrapped = self.strategy.prepare(self.model)
-        optimizers = build_optimizers(self.model, OPTIM[optimizer], device=runtime.device)
+        optimizers = build_optimizers(self.model, optim, device=runtime.device)
         self.optimizers = self.strategy.shard_optimizer_state(self.model, optimizers)
-        self.strategy.warm_up_reducer(self.wrapped, batch_size=1, context_length=2)
 
     def step(
-        self, number: int, *, rejected_by: Literal["host", "device"] | None = None
+        self,
+        number: int,
+        *,
+        rows: int = 1,
+        accumulation: int = 2,
+        grad_clip: float = 0.1,
+        rejected_by: Literal["host", "device"] | None = None,
     ) -> StepStats:
-        rank, world = self.runtime.rank, self.runtime.world_size
+        rank, world, T = self.runtime.rank, self.runtime.world_size, self.config.context_length
         micro = []
-        for index in (rank, rank + world):
+        for place in range(accumulation):
+            index = rank + place * world
             generator = torch.Generator().manual_seed(100 * number + index)
-            ids = torch.randint(0, 11, (1, 3), generator=generator).to(self.runtime.device)
-            micro.append(MicroBatch(ids[:, :-1], ids[:, 1:], index, index >= world))
+            ids = torch.randint(0, self.config.vocab_size, (rows, T + 1), generator=generator)
+            ids, is_last = ids.to(self.runtime.device), place == accumulation - 1
+            micro.append(MicroBatch(ids[:, :-1], ids[:, 1:], index, is_last))
+        samples = rows * accumulation * world
         # Divided by NaN, the loss and all gradients are NaN.
-        targets: Any = math.nan if rejected_by == "device" else 4 * world
+        targets: Any = math.nan if rejected_by == "device" else samples * T
         # As in training; None: the device decides.
-        accept = is_finite if self.is_offloaded else None
+        accept = is_finite if self.system.fsdp_offload else None
         return train_step(
             self.wrapped,
             self.optimizers,
-            GlobalBatch(tuple(micro), targets, 0, 0, 2 * world, None, 0.0),
+            GlobalBatch(tuple(micro), targets, 0, 0, samples, None, 0.0),
             1e-2,
             strategy=self.strategy,
-            grad_clip=0.1,
+            grad_clip=grad_clip,
             seed=number,
             accept=accept if rejected_by != "host" else lambda loss, norm: False,
         )
@@ -86,6 +102,42 @@ class Trained:
     def weights(self) -> dict[str, torch.Tensor]:
         content = store.collect(self.model, self.optimizers, keep=True)
         return {**content.model, **content.optimizer}
+
+    def save(self, folder: Path, step: int) -> Path:
+        """Save a checkpoint in a new folder and return it."""
+        content = store.collect(self.model, self.optimizers, keep=self.runtime.rank == 0)
+        if self.runtime.rank == 0:
+            folder.mkdir()
+            drafted = store.draft(
+                folder,
+                **{"kind": "rolling", "state": TrainState(step), "rng_states": [], "facts": {}},
+                content=content,
+            )
+            store.save(folder, drafted)
+        else:
+            assert not content.model
+            assert not content.optimizer
+        self.runtime.gather(None)
+        return folder / f"step_{step:08d}"
+
+    def load(self, saved: Path) -> None:
+        """Load a checkpoint after a step from elsewhere: what is saved then is the same, byte for byte."""
+        self.step(1)
+        store.load(saved, model=self.model, optimizers=self.optimizers)
+        out = store.collect(self.model, self.optimizers, keep=True)
+        assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
+        assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
+
+
+def in_mode(runtime: Runtime, mode: str, optimizer: str, seed: int = 0) -> Trained:
+    parallel, _, more = mode.partition(" ")
+    system = SystemConfig(
+        dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=more == "offloaded"
+    )
+    scatters = more == "scattered"
+    trained = Trained(runtime, system, OPTIM[optimizer], scatters=scatters, seed=seed)
+    trained.strategy.warm_up_reducer(trained.wrapped, batch_size=1, context_length=2)
+    return trained
 
 
 def compare(
@@ -98,10 +150,6 @@ def compare(
         torch.testing.assert_close(one[name], other[name], rtol=rtol, atol=atol)
 
 
-def hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def main(folder: Path, device: str = "cpu") -> None:
     runtime = Runtime()
     if device == "cuda":
@@ -112,25 +160,14 @@ def main(folder: Path, device: str = "cpu") -> None:
 
 
 def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
-    plain = Trained(runtime, "ddp", optimizer)
+    plain = in_mode(runtime, "ddp", optimizer)
     stats = [plain.step(number) for number in (1, 2, 3)]
     assert stats[0].grad_norm > 0.1, "the clip must bite"
     expected = plain.weights()
-    content = store.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
-    if runtime.rank == 0:
-        folder.mkdir()
-        drafted = store.draft(
-            folder, kind="rolling", content=content, state=TrainState(3), rng_states=[], facts={}
-        )
-        store.save(folder, drafted)
-    else:
-        assert not content.model
-        assert not content.optimizer
-    runtime.gather(None)
-    saved = folder / "step_00000003"
+    saved = plain.save(folder, 3)
 
     for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
-        here = Trained(runtime, mode, optimizer)
+        here = in_mode(runtime, mode, optimizer)
         for number, other in zip((1, 2, 3), stats, strict=True):
             before = here.weights()
             here.step(number, rejected_by="host")  # a rejected update leaves nothing behind
@@ -164,13 +201,7 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
         if mode == "fsdp offloaded":
             assert all(p.to_local().device.type == "cpu" for p in here.model.parameters())
 
-        # In and out again: the same files, byte for byte, from weights that began elsewhere.
-        again = Trained(runtime, mode, optimizer, seed=1)
-        again.step(1)
-        store.load(saved, model=again.model, optimizers=again.optimizers)
-        out = store.collect(again.model, again.optimizers, keep=True)
-        assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
-        assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
+        in_mode(runtime, mode, optimizer, seed=1).load(saved)
         # One write, where print makes two.
         sys.stdout.write(f"{mode} agrees with {optimizer}\n")
 
@@ -195,4 +226,5 @@ def content_of(trained: Trained) -> dict[str, torch.Tensor]:
     return {name: weights[name] for name, _ in trained.model.named_parameters()}
 
 
-main(Path(sys.argv[1]), *sys.argv[2:])
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

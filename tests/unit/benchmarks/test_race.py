@@ -75,18 +75,6 @@ def test_each_trainers_own_lines_are_read(tmp_path):
     assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
 
 
-def test_our_flags_are_flags_of_the_trainer(tmp_path):
-    """The dry run takes them all, and plans the size that was asked for."""
-    place = place_in(tmp_path)
-    tokens = token_stream.markov_tokens(300_000, vocab_size=256)
-    token_stream.write_formats(tokens, place.data)
-    trainer = contestants.ours(place, SIZES["tiny256"], dtype="fp32")
-    done = call(*trainer.program, "--dry_run")
-    assert done.returncode == 0, done.stderr
-    assert "4 layers, 4 heads, 128 wide, T 256, V 256" in done.stdout
-    assert "2,048 = B 8 x T 256 x accumulation 1 x world 1" in done.stdout
-
-
 def test_a_checkout_that_is_another_program_is_rejected(tmp_path):
     assert contestants.parse_peer("hf") == ("hf", None)
     mine = _nanogpt(tmp_path / "n")
@@ -293,14 +281,11 @@ def test_operators_are_sorted_by_what_they_do(group):
     assert {trainers.group_of(operator) for operator in OPERATORS[group]} == {group}
 
 
-def test_what_no_operator_explains_is_idle():
+def test_what_no_operator_explains_is_idle_or_a_wait_for_data_where_the_trainer_tells_it():
     seconds = trainers.split_operators({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
     assert seconds["idle"] == pytest.approx(0.3)
     assert "data" not in seconds
     assert "matmul 600.0 ms (60%)" in trainers.describe_split("ours", seconds)
-
-
-def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it():
     seconds = trainers.split_operators({"aten::mm": 0.6}, 1.0, 0.1)
     assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
 

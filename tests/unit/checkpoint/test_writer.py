@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2lab.training.steps
 from gpt2lab.checkpoint import manifest, store
@@ -25,6 +24,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
+from one_process import Operators
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
@@ -159,20 +159,6 @@ def both(tiny_data, tmp_path_factory) -> dict[str, Run]:
     return runs
 
 
-def test_losses_and_files_are_the_same_bytes_in_both_modes(both):
-    on, off = both["on"], both["off"]
-    assert on.losses() == off.losses()
-    assert [*on.checkpoints()] == [*off.checkpoints()] == [2, 4, 6, 8]
-    for step, ours in on.checkpoints().items():
-        files, expected = (
-            {name: one["sha256"] for name, one in info.manifest["files"].items()}
-            for info in (ours, off.checkpoints()[step])
-        )
-        for name in ("model.safetensors", "optim.safetensors"):
-            assert files[name] == expected[name]
-    assert on.labels() == off.labels()
-
-
 def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both):
     assert both["off"].places == []
     assert len(both["on"].places) == 3, "the last is written by the trainer itself"
@@ -257,18 +243,6 @@ def test_a_rescue_has_room_where_the_first_save_had_no_moments(run, monkeypatch)
     assert list(run.checkpoints()) == [2, 3]
 
 
-class _Operators(TorchDispatchMode):
-    """Records which operators of torch run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(str(func).split(".")[1])
-        return func(*args, **kwargs or {})
-
-
 def test_a_rescue_launches_copies_alone():
     """A kernel that was never launched may wait for ever to be loaded, beside a collective that hangs."""
     model = torch.nn.Linear(8, 4)
@@ -276,9 +250,10 @@ def test_a_rescue_launches_copies_alone():
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     buffer = store.StagingBuffer(store.staging_bytes(model, [optimizer]), pin=False)
-    with _Operators() as seen:
+    with Operators() as ran:
         content = store.collect(model, [optimizer], keep=True, into=buffer, only_copies=True)
-    assert seen.seen == {"copy_", "detach", "slice", "view"}
+    kinds = {name.removeprefix("aten::").partition(".")[0] for name in ran.names}
+    assert kinds == {"copy_", "detach", "slice", "view"}
     assert store.all_finite(*content.model.values())
     content.model["bias"][3] = math.inf
     assert not store.all_finite(*content.model.values())

@@ -134,19 +134,6 @@ def test_a_sample_is_the_same_whatever_it_is_asked_with():
     assert (np.stack(alone, axis=1) == together[:, samples[:50]]).all()
 
 
-def test_a_source_is_complete_before_it_repeats():
-    mixed = mixture(*PHASES[1])
-    sources, _ = mixed.divide(np.arange(12_000))
-    shards, offsets = mixed.locate(np.arange(12_000))
-    for source, order in enumerate(mixed.orders):
-        chosen = sources == source
-        places = list(zip(shards[chosen].tolist(), offsets[chosen].tolist(), strict=True))
-        size = order.windows_per_epoch
-        assert len(places) > size
-        for begin in range(0, len(places) - size, size):
-            assert len(set(places[begin : begin + size])) == size
-
-
 def test_epochs_are_counted_for_each_source():
     mixed = mixture(*PHASES[0])
     sources, _ = mixed.divide(np.arange(5000))

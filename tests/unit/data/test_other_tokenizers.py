@@ -100,21 +100,6 @@ def test_workers_and_parts_change_no_byte(name, tmp_path):
     assert corpora.snapshot(tmp_path / "merged") == expected
 
 
-def test_parts_of_two_tokenizers_are_not_joined(tmp_path):
-    for number in range(2):
-        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::2] * 20)
-    for part, name in ((1, "trained"), (2, "bytes")):
-        run_prepare(
-            tmp_path / "corpus",
-            tmp_path / f"part{part}",
-            part=(part, 2),
-            group_bytes=40_000,
-            tokenizer=TOKENIZERS[name],
-        )
-    with pytest.raises(DataError, match="with other options"):
-        merge(tmp_path / "merged", [tmp_path / "part1", tmp_path / "part2"])
-
-
 def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     assert run_prepare(source, tmp_path / "out", tokenizer=BYTES) is None
@@ -146,25 +131,6 @@ def test_an_id_above_the_tokenizers_is_refused(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     with pytest.raises(DataError, match=r"must be below min\(vocab_size, 257\) = 200"):
         open_data(tmp_path / "out", vocab_size=200)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "fix"),
-    [
-        (257, ": gpt2lab prepare"),
-        (384, ": gpt2lab prepare"),  # rows of a model of bytes
-        (
-            512,
-            ": gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare",
-        ),
-    ],
-)
-def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(vocab_size, fix, tmp_path):
-    with pytest.raises(DataError) as caught:
-        open_data(tmp_path / "none", vocab_size=vocab_size)
-    name = "tok512" if vocab_size == 512 else "bytes"
-    words = f"{fix} python-stdlib --tokenizer {name} --out {tmp_path / 'none'}"
-    assert str(caught.value).endswith(words)
 
 
 def test_windows_of_32_bit_ids(source, tmp_path):

@@ -37,8 +37,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from tiny import write_shards
 
-SOURCE_DIR = Path(__file__).resolve().parents[3] / "src"
-
 
 def joined(folder: Path) -> list[int]:
     """Return the tokens of a text of which the end was cut off for validation."""
@@ -63,14 +61,6 @@ def _as_folder_of_text(folder: Path) -> Path:
     return folder / "corpus"
 
 
-def _as_mixed_folder(folder: Path) -> Path:
-    write_jsonl(folder / "corpus" / "a.jsonl", TEXTS[:20])
-    pq.write_table(pa.table({"text": TEXTS[20:40]}), folder / "corpus" / "b.parquet")
-    for number, text in enumerate(TEXTS[40:]):
-        (folder / "corpus" / f"c_{number:02d}.txt").write_text(text)
-    return folder / "corpus"
-
-
 def _as_csv(folder: Path) -> Path:
     with open(folder / "corpus.csv", "w", encoding="utf-8-sig", newline="") as file:
         rows = csv.DictWriter(file, ["id", "text"])
@@ -88,7 +78,7 @@ def _as_packed_lines(folder: Path) -> Path:
 
 
 GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-KINDS = [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder, _as_csv, _as_packed_lines]
+KINDS = [_as_jsonl, _as_parquet, _as_folder_of_text, _as_csv, _as_packed_lines]
 
 
 @pytest.mark.parametrize("write", KINDS)
@@ -104,15 +94,6 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
         *("shards.json", ".sources.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
     }
     assert f"{result.total('tokens'):,}" in result_table(result)
-
-
-def test_a_text_file_is_one_document(tmp_path):
-    text = "".join(TEXTS)
-    (tmp_path / "corpus.txt").write_text(text)
-    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
-    assert result is not None
-    assert result.total("documents") == 1
-    assert joined(tmp_path / "out") == expected_stream([text])
 
 
 def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path):
@@ -149,14 +130,6 @@ def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_pa
     with pytest.raises(DataError, match=r"corpus\.txt: "):
         run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
     assert set(os.listdir(tmp_path)) == {"corpus.txt"}
-
-
-def test_the_default_validation_split_is_about_five_percent(tmp_path):
-    text = "It is a truth universally acknowledged, that a single man must want a wife. " * 400
-    (tmp_path / "corpus.txt").write_text(text)
-    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
-    assert result is not None
-    assert result.total("tokens", "val") / result.total("tokens") == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("max_tokens", [100, 333, 700])
@@ -236,18 +209,6 @@ def test_everything_that_shards_json_says_is_true(prepared):
     body = {key: value for key, value in manifest.items() if key != "fingerprint"}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     assert manifest["fingerprint"] == hashlib.sha256(text.encode()).hexdigest()
-
-
-def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path):
-    fingerprints = []
-    for machine in ("here", "there"):
-        source = write_jsonl(tmp_path / machine / "corpus.jsonl", TEXTS)
-        run_prepare(source, tmp_path / machine / "out")
-        fingerprints.append(open_data(tmp_path / machine / "out", vocab_size=50304).fingerprint)
-    assert fingerprints[0] == fingerprints[1]
-    source = write_jsonl(tmp_path / "other" / "corpus.jsonl", [*TEXTS, "one more"])
-    run_prepare(source, tmp_path / "other" / "out")
-    assert open_data(tmp_path / "other" / "out", vocab_size=50304).fingerprint != fingerprints[0]
 
 
 def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path):

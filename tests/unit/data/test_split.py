@@ -10,7 +10,7 @@ import pytest
 
 from corpora import TEXTS, assert_divided, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.manifest import write_manifest
-from gpt2lab.data.prepare import pipeline, work, write
+from gpt2lab.data.prepare import work, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncoderPool, TextChunk, encode_chunks
 from gpt2lab.data.prepare.groups import File, deal
@@ -108,26 +108,6 @@ def test_parts_divided_by_other_rules_do_not_merge(tmp_path):
     write_manifest(parts[1], manifest)
     with pytest.raises(DataError, match="of another source or with other options"):
         merge(tmp_path / "out", parts)
-
-
-def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(tmp_path, monkeypatch):
-    folder = tmp_path / "corpus"
-    for name in "abc":
-        write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in MANY[:100]])
-    sizes = {"group_bytes": 6_000, "val_tokens": 700}
-
-    def interrupted(*args: object, **more: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "assemble", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_prepare(folder, tmp_path / "out", **sizes)
-    path = folder / "a.jsonl"
-    path.write_text(path.read_text().replace("a ", "z "))
-    run_prepare(folder, tmp_path / "out", **sizes)
-    run_prepare(folder, tmp_path / "fresh", **sizes)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
 
 
 def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):

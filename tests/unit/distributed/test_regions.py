@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-import launch
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -18,7 +17,6 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.train_step import train_step
-from tiny import flags_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,20 +98,3 @@ def test_a_deep_compiled_model_learns_as_an_uncompiled_one():
         losses, model = _steps(REGIONS_FROM_LAYERS, compile="on", recompute=recompute)
         assert_close(losses, expected, rtol=1e-5, atol=0)
         assert list(model.state_dict()) == list(plain.state_dict())
-
-
-DEEP = {"n_layer": REGIONS_FROM_LAYERS, "n_embd": 16, "total_batch_size": 64, "max_steps": 4}
-DEEP |= {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 2, "compile": "on"}
-
-
-def test_a_deep_compiled_run_resumes_bit_identically(tiny_run):
-    run = tiny_run()
-    run.flags += flags_for(**DEEP)
-    done = launch.train(run.flags)
-    assert done.returncode == 0, done.stderr
-    [compiled] = run.events("compile")
-    assert compiled["graphs"] == 6  # three, forward and backward
-    bits = run.bits()
-    done = launch.train([*run.flags, "--resume=2"])
-    assert done.returncode == 0, done.stderr
-    assert run.bits() == bits

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
@@ -25,6 +24,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.training.resolve import resolve
+from one_process import Operators
 from tiny import parse
 from whole_run import Run
 
@@ -242,18 +242,6 @@ def test_compiled_and_recomputing_processes_agree_with_a_plain_one(alone, run):
     more = ("--compile=on", "--activation_checkpointing=selective", "--parallel=fsdp")
     run.train(*more, world=2)
     run.assert_same_curve(alone, STEPS)
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of the operators that run within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_message_is_as_large_as_its_limit_and_matrices_go_by_their_cost(monkeypatch):

@@ -6,17 +6,16 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
+from one_process import Operators
 
 CPU = torch.device("cpu")
 
@@ -64,18 +63,6 @@ class Sharded:
             assert torch.equal(parameter, other), name
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that run within, views too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_operators_of_an_update_do_not_grow_with_the_weights(one_rank):
     found = []
     for layers in (2, 6):
@@ -86,7 +73,7 @@ def test_the_operators_of_an_update_do_not_grow_with_the_weights(one_rank):
         here.optimizer.step()
         with Operators() as ran:
             here.optimizer.step()
-        found.append(ran.counted)
+        found.append(Counter(ran.names))
     assert found[0] == found[1]
     buckets = 2  # of matrices and of vectors
     assert found[0]["aten::_fused_adamw_"] == buckets

@@ -23,7 +23,7 @@ from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model.gpt import GPT, attend, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from launch import ask
-from tiny import VOCAB, parse, pretrain, write_items
+from tiny import parse, pretrain, write_items
 
 CONTEXT = 48
 
@@ -53,19 +53,6 @@ def completer(folder: Path, **style: Any) -> Completer:
 
 def model_of(folder: Path) -> GPT:
     return completer(folder).model
-
-
-@pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [1, 11], [4, 4, 4]])
-def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts):
-    config = ModelConfig(n_layer=3, n_head=4, n_embd=32, context_length=12, vocab_size=VOCAB)
-    model = build_model(config, seed=1, device=torch.device("cpu")).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-        tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
-        whole, caches = model.hidden(tokens), model.new_caches()
-        parts = [model.extend(piece, caches) for piece in tokens.split(cuts, dim=1)]
-        assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
@@ -342,14 +329,6 @@ def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, mon
     assert max(ids) < 50257
 
 
-def test_sampling_draws_from_its_own_generator_alone(padded_model):
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    texts = [continued(padded_model, [5], seed=n, max_new_tokens=8) for n in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
     padded_model, temperature
@@ -362,25 +341,3 @@ def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
         continued(padded_model, prompt, seed=number, **style)
         for number, prompt in enumerate(prompts)
     ]
-
-
-def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch):
-    lengths = []
-    extend = padded_model.extend
-
-    def watched(tokens: torch.Tensor, caches: list) -> torch.Tensor:
-        lengths.append(tokens.size(1))
-        return extend(tokens, caches)
-
-    def certain(hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(*hidden.shape[:-1], 50304)
-        logits[..., 50256 if len(lengths) > 9 else 17] = 1e4
-        return logits
-
-    monkeypatch.setattr(padded_model, "extend", watched)
-    monkeypatch.setattr(padded_model, "head", certain)
-    ids = continued(padded_model, [1, 2], max_new_tokens=40)
-    assert ids == [17] * 9 + [50256]
-    assert lengths == [2, 1, 1, 1, 1, 3, 1, 1, 1, 3], (
-        "one new id a step; full, it keeps the newer half"
-    )

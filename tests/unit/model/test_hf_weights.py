@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,7 +14,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.hf_config import read_hf_config
 from gpt2lab.model.hf_weights import load_hf
-from tiny import evaluated, write_shards
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
 
@@ -114,15 +112,3 @@ def test_other_vocabularies_keep_their_size(rows, tokens, tmp_path):
     GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=rows)).save_pretrained(tmp_path)
     config = load_hf(tmp_path).config
     assert (config.vocab_size, config.num_tokens) == (rows, tokens)
-
-
-def test_evaluate_finds_the_loss_that_transformers_finds(theirs, folder, tmp_path):
-    data = write_shards(tmp_path / "data", train=(100,), val=(241,))
-    found = evaluated(str(folder), tmp_path, val=data, dtype="fp32")
-    ids = torch.from_numpy(np.load(data / "tiny_val_000000.npy").astype(np.int64))
-    windows = torch.stack([ids[i * 24 : i * 24 + 25] for i in range(10)])
-    with torch.no_grad():
-        logits = theirs(windows[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert found.val_loss == pytest.approx(float(expected), rel=1e-5)
-    assert found.val_tokens == 240

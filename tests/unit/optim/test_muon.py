@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
-from gpt2lab.config.settings import find_problems, override
+from gpt2lab.config.settings import override
 from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim import muon
@@ -175,12 +175,10 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
 
 
-def test_a_rate_that_is_none_and_one_that_cannot_work():
+def test_a_rate_that_is_none_is_that_of_adamw():
     model = build_model(ModelConfig(**SHAPE), seed=1, device=CPU)
     _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
     assert {group["lr_scale"] for group in own.param_groups} == {1.0}
-    (problem,) = find_problems(override(Config(), {"muon_lr": 0.0}))
-    assert problem == "muon_lr 0.0 must be above 0"
 
 
 HOW = {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd", "max_steps": 12}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import os
 import pty
@@ -143,20 +144,26 @@ def pipe() -> Iterator[Pipe]:
     pipe.close()
 
 
-def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(pipe, monkeypatch):
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(stream, pipe, monkeypatch):
     """Nor is a line torn that is longer than what the pipe takes at once."""
-    monkeypatch.setattr("sys.stdout", pipe.file)
-    console, lines = Console(), [f"{number} " + "y" * 3000 for number in range(60)]
+    monkeypatch.setattr(f"sys.{stream}", pipe.file)
+    if stream == "stdout":
+        say, finish = (console := Console()).print, console.close
+    else:
+        never_wait_for_stderr()
+        say, finish = functools.partial(print, file=sys.stderr, flush=True), finish_stderr
+    lines = [f"{number} " + "y" * 3000 for number in range(60)]
     pipe.fill()
     for line in lines:
-        console.print(line)  # would never return if it waited
+        say(line)  # would never return if it waited
     taken = pipe.read()
-    console.print("after")
+    say("after")
     taken += pipe.read()
     reader = threading.Timer(0.3, lambda: found.append(pipe.read()))
     found: list[str] = []
     reader.start()
-    console.close()
+    finish()
     reader.join()
     assert (taken + found[0] + pipe.read()).splitlines() == [*lines, "after"]
 
@@ -172,22 +179,6 @@ def test_lines_that_find_no_room_are_counted(pipe, monkeypatch):
     console.print("after")
     missing = "(lines that are in log.txt only: 2; reader too slow)"
     assert pipe.read().splitlines() == ["waits", missing, "after"]
-
-
-def test_warnings_wait_for_a_slow_reader_of_stderr(pipe, monkeypatch):
-    monkeypatch.setattr("sys.stderr", pipe.file)
-    never_wait_for_stderr()
-    lines = [f"warning {number} " + "y" * 3000 for number in range(30)]
-    pipe.fill()
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)  # would never return if it waited
-    taken = pipe.read()
-    found: list[str] = []
-    reader = threading.Timer(0.3, lambda: found.append(pipe.read()))
-    reader.start()
-    finish_stderr()
-    reader.join()
-    assert (taken + found[0] + pipe.read()).splitlines() == lines
 
 
 def test_nothing_fails_for_want_of_a_reader_of_stderr(pipe, monkeypatch):

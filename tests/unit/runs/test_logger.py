@@ -14,8 +14,6 @@ from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
 from tiny import parse, pretrain
 
-# The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
-
 
 def lines_of(run_dir: Path) -> list[dict]:
     text = (run_dir / "metrics.jsonl").read_text()
@@ -108,21 +106,6 @@ def test_a_complete_last_line_that_lacks_its_newline_is_kept(tmp_path):
         assert [event["step"] for event in events] == [1, 2]
     MetricsLogger(tmp_path, attempt=2).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
-
-
-def test_metrics_and_log_only_ever_grow(tmp_path, capsys):
-    contents = {"metrics.jsonl": b"", "log.txt": b""}
-    for attempt in (1, 2, 3):
-        logger = MetricsLogger(tmp_path, attempt=attempt)
-        logger.event("step", attempt)
-        logger.say(f"attempt {attempt}")
-        logger.close()
-        for name, before in contents.items():
-            after = (tmp_path / name).read_bytes()
-            assert after.startswith(before)
-            assert len(after) > len(before)
-            contents[name] = after
-    assert capsys.readouterr().out == contents["log.txt"].decode()
 
 
 def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, monkeypatch):

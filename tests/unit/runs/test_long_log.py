@@ -127,14 +127,6 @@ def damage_lines(path: Path, *numbers: int) -> bytes:
     return before
 
 
-def test_damaged_lines_far_into_a_log_are_named(run_dir):
-    damage_lines(run_dir / "metrics.jsonl", 7, 500, 501, 502, 700)
-    problem = str(open_log(run_dir).problem)
-    assert all(f"line {number}: not JSON" in problem for number in (7, 500, 501))
-    assert "and 2 more" in problem
-    assert overview.read_run(run_dir).problem == problem
-
-
 def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir):
     log = run_dir / "metrics.jsonl"
     (run_dir / "config.json").write_text("{}")

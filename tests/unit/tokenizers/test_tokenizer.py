@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import gpt2
@@ -62,11 +60,3 @@ def test_an_altered_vocabulary_is_not_used(monkeypatch, tmp_path):
     merges = (tmp_path / "data" / "vocab.bpe").read_bytes()
     (tmp_path / "data" / "vocab.bpe").write_bytes(merges.replace(b"h e", b"e h", 1))
     assert gpt2._vocabulary_folder() is None
-
-
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(st.text(max_size=60))
-def test_encoding_and_decoding_gives_the_text_back(text):
-    ids = gpt2_encoding().encode_ordinary(text)
-    assert gpt2_encoding().decode(ids) == text
-    assert all(0 <= token < END_OF_TEXT for token in ids)

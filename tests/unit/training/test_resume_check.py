@@ -128,13 +128,6 @@ def test_a_line_that_took_other_data_on_purpose_is_no_evidence(run, tmp_path, mo
     assert run.events("resume")[-1]["verified_batches"] == [3]
 
 
-def test_a_changed_rate_is_not_compared(run, monkeypatch):
-    crash_after(run, 5, monkeypatch)
-    run.train(*COMMON, "--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
-    [event] = run.events("resume")
-    assert (event["level"], event["verified_lr"]) == ("changed", None)
-
-
 @pytest.mark.parametrize(("fixed", "level"), [(True, "bit-identical"), (False, "same data")])
 def test_the_same_bits_are_promised_where_kernels_are_deterministic(fixed, level):
     there = {"environment": {"deterministic": fixed, "world_size": 1}}
