@@ -148,7 +148,7 @@ class TrainingPlanner:
                     target=MEMORY_TARGET,
                     on_gpu=not detected.is_cpu,
                 )
-                chosen["mini_batch_size"] = int(found["mini_batch_size"])
+                chosen |= measuring.setting_of(found)
             if self._fits_schedule:
                 chosen["max_steps"] = auto.steps_in_window(here, detected, run_dir.parent)
         auto.check_memory(config, plan, train_tokens=train_tokens)

@@ -184,6 +184,10 @@ class Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
 
+    def with_micro_batch(self, size: int) -> Job:
+        """Return the job with so many sequences in a forward pass."""
+        return self.with_settings(mini_batch_size=size)
+
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""
         if (

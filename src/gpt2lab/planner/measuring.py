@@ -100,8 +100,7 @@ def measure(
             target=predictor.profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
-        found = {"mini_batch_size": search["mini_batch_size"]}
-        request = dataclasses.replace(request, **found)
+        request = dataclasses.replace(request, **setting_of(search))
         predictor = Predictor(request, predictor.hardware)
     if request.measure:
         probe(predictor, seconds=request.seconds)
@@ -223,6 +222,11 @@ def find_batch_size(
     }
 
 
+def setting_of(search: dict[str, Any]) -> dict[str, int]:
+    """Return what a search has found, as a setting."""
+    return {"mini_batch_size": int(search["mini_batch_size"])}
+
+
 def _fitting_sizes(
     job: Job, sizes: list[int], trials: _Trials, budget: float, *, on_gpu: bool
 ) -> tuple[list[int], dict[str, float]]:
@@ -253,7 +257,7 @@ def trial_job(job: Job, size: int) -> Job:
     ranks = 1
     if job.parallel != "ddp":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=ranks)
+    alone = dataclasses.replace(job.with_micro_batch(size), world_size=ranks)
     return with_accumulation(alone, 1)
 
 
