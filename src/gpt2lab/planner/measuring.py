@@ -222,7 +222,7 @@ def find_batch_size(
     }
 
 
-def setting_of(search: dict[str, Any]) -> dict[str, int]:
+def setting_of(search: dict[str, Any]) -> dict[str, Any]:
     """Return what a search has found, as a setting."""
     return {"mini_batch_size": int(search["mini_batch_size"])}
 
