@@ -231,7 +231,9 @@ class Crowding:
         if not self._looks or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 60 / MINUTE_OF_LOOKS
-        self._looks = self._looks - 1 if is_crowded(1) else MINUTE_OF_LOOKS  # its threads run already
+        self._looks = (
+            self._looks - 1 if is_crowded(1) else MINUTE_OF_LOOKS
+        )  # its threads run already
         if not self._looks:
             self._logger.warn(
                 "other programs keep the processors busy, and threads that wait spin, which can be 4 times slower: "
