@@ -8,6 +8,7 @@ those of small extrapolated: see docs/modern.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -81,6 +82,8 @@ _SPEEDRUN: dict[str, Any] = {
     "adam_eps": 1e-10 / 524_288,  # there gradients are sums over the tokens of a step
 }
 
+_TUNED = ("gpt2-micro", "modern-micro")  # for each length, with GPT-2's ids and with 4,096
+
 RATES = ("max_lr", "muon_lr")  # the peak rates, which suit the size of a model
 PRESETS: dict[ModelName, dict[str, Any]] = (
     _GPT2
@@ -101,3 +104,21 @@ def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = No
         plain = preset(_TWINS.get(name, "gpt2")).optim
         values |= {name: getattr(plain, name) for name in _OF_OPTIMIZERS & values.keys()}
     return override(config or Config(), values)
+
+
+def for_length(name: ModelName, tokens: float) -> dict[str, Any]:
+    """Return the batch and the peak rates that suit a run of so many tokens; {} for a model that was not tuned so.
+
+    The batch grows with the root of the tokens, in powers of two. Long runs want lower rates of NorMuon, short runs of
+    GPT-2 lower ones of AdamW. Fitted to docs/fewer_tokens, whose runs have 50k to 5M tokens; a longer one counts as 5M.
+    """
+    if name not in _TUNED:
+        return {}
+    tokens = min(tokens, 5e6)
+    batch = 2 ** round(math.log2(2 * tokens) / 2)
+    more = max(1.0, tokens / 3e5)
+    rates = {"max_lr": 4e-3 * min(1.0, tokens / 1e6) ** 0.5}
+    if name in _TWINS:
+        rates = {"max_lr": 4.5e-2 / more**0.5, "muon_lr": 1e-2 / more ** (1 / 3)}
+    rounded = {name: float(f"{rate:.2g}") for name, rate in rates.items()}
+    return {"total_batch_size": min(max(1024, batch), 4096), **rounded}

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.config.derived import fitting_rows
-from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.presets import PRESETS, for_length, preset
 from gpt2lab.config.schema import LENGTHS, Config, OptimConfig, RecipeName
 from gpt2lab.config.settings import LEAVES, is_path, override, policy_of, resolved, to_flat
 from gpt2lab.errors import ConfigError
@@ -169,6 +169,21 @@ def fill_in(config: Config, max_steps: int) -> Config:
     if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
         length = dataclasses.replace(length, num_epochs=1.0)
     return dataclasses.replace(config, optim=optim, length=length)
+
+
+def suit_length(
+    config: Config, chosen: Collection[str], tokens: float, *, world_size: int
+) -> Config:
+    """Return the settings with the batch and the rates that suit a run of so many tokens, if nobody chose any of them.
+
+    Every rank gets a sequence of a step, or the mini batch that was chosen.
+    """
+    suited = for_length(config.model.model, tokens)
+    if not suited or {*suited, "optimizer", "n_embd", "context_length"} & set(chosen):
+        return config
+    sequences = config.batch.mini_batch_size if "mini_batch_size" in chosen else 1
+    least = sequences * config.model.context_length * world_size
+    return override(config, suited | {"total_batch_size": max(suited["total_batch_size"], least)})
 
 
 def follow_peak(config: Config, chosen: Collection[str]) -> Config:

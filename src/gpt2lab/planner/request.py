@@ -13,7 +13,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.mixture import read_sources
-from gpt2lab.config.request import make_request
+from gpt2lab.config.request import make_request, suit_length
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, find_problems, is_list
 from gpt2lab.data.manifest import tokenizer_of
@@ -280,7 +280,6 @@ def job_of(
         raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
     if request.profile is not None:
         config = profile.applied(config, typed=_given(request))
-    config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
     order: Order | Mixture | None = None
     fingerprint: str | None = None
     if request.data_dir:
@@ -289,7 +288,8 @@ def job_of(
         order = training_order(
             data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
         )
-    steps, unique, dataset = _length_of(request, config, profile, order)
+    config, steps, unique, dataset = _length_of(request, config, profile, order, world_size)
+    config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
     bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
     check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
@@ -307,9 +307,13 @@ def job_of(
 
 
 def _length_of(
-    request: JobFlags, config: Config, profile: Profile, order: Order | Mixture | None
-) -> tuple[int, int | None, dict[str, float]]:
-    """Return the steps of the run, the unique tokens of its data if they are known, and how that size was given."""
+    request: JobFlags,
+    config: Config,
+    profile: Profile,
+    order: Order | Mixture | None,
+    world_size: int,
+) -> tuple[Config, int, int | None, dict[str, float]]:
+    """Return the settings for the run's length, its steps, the unique tokens if known, and how that size was given."""
     batch, unique = config.batch.total_batch_size, None
     dataset: dict[str, float] = {}
     if order is not None:
@@ -333,6 +337,8 @@ def _length_of(
         if request.profile is not None:
             default = round(profile.tokens_per_parameter * count_parameters(config.model))
         tokens = (unique or default) if tokens is None else tokens
+        config = suit_length(config, _given(request), tokens, world_size=world_size)
+        batch = config.batch.total_batch_size
         steps = tokens // batch
         if steps < 1:
             raise ConfigError(
@@ -342,7 +348,7 @@ def _length_of(
         raise ConfigError(
             f"{steps * batch:.3g} tokens are too many: a run has at most {MOST_TOKENS:g}"
         )
-    return steps, unique, {"tokens": float(steps * batch)} | dataset
+    return config, steps, unique, {"tokens": float(steps * batch)} | dataset
 
 
 class Predictor:

@@ -26,6 +26,7 @@ class Plan:
     checkpoint_bytes: int
     retained_checkpoints: int
     keeps_epochs: bool  # a checkpoint of the end of each
+    suits_length: bool = False  # batch and rates are those for the length, not the preset's own
 
     @property
     def tokens(self) -> int:
@@ -37,13 +38,20 @@ class Plan:
         """Largest disk use of the retained checkpoints."""
         return self.checkpoint_bytes * self.retained_checkpoints
 
+    @property
+    def why_batch(self) -> str:
+        """Say, after a batch, that it was not chosen by anybody."""
+        return "; batch and rates suit the run's length" if self.suits_length else ""
+
     def describe_disk(self) -> str:
         """Write what the retained checkpoints take."""
         each, total = fmt.num_bytes(self.checkpoint_bytes), fmt.num_bytes(self.disk_bytes)
         return f"{each} each, at most {self.retained_checkpoints} at once = {total} of disk"
 
 
-def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Plan:
+def make_plan(
+    config: Config, *, world_size: int, windows_per_epoch: int, suits_length: bool = False
+) -> Plan:
     """Derive every number of a run.
 
     Raises: ConfigError if the batch does not divide or the run has no step.
@@ -69,6 +77,7 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         checkpoint_bytes=checkpoint_bytes(config),
         retained_checkpoints=rolling + ends + 3,  # best, the one before, the one being written
         keeps_epochs=keeps_epochs,
+        suits_length=suits_length,
     )
 
 
@@ -91,7 +100,7 @@ def describe_plan(plan: Plan, config: Config) -> str:
     rows = [
         ("model", f"{model.model}: {shape}" + (f"; {options}" if options else "")),
         ("size", f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token"),
-        ("tokens/step", str(plan.batch)),
+        ("tokens/step", str(plan.batch) + plan.why_batch),
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
         (
             "learning rate",

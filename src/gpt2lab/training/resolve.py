@@ -24,6 +24,7 @@ from gpt2lab.config.request import (
     find_changes,
     follow_peak,
     reject_changes,
+    suit_length,
 )
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
@@ -242,10 +243,18 @@ def plan_steps(
         seed=config.data.seed,
         version=version,
     )
+    if checkpoint is None:
+        config = _suit_length(request, config, order, world_size)
+    suits_length = config is not settings.config
     config, notes = _fit_mini_batch(request, config, world_size)
 
     def plan_of(config: Config) -> Plan:
-        return make_plan(config, world_size=world_size, windows_per_epoch=order.windows_per_epoch)
+        return make_plan(
+            config,
+            world_size=world_size,
+            windows_per_epoch=order.windows_per_epoch,
+            suits_length=suits_length,
+        )
 
     plan, done = plan_of(config), checkpoint.step if checkpoint else None
     if planner is not None and (done is None or done < plan.max_steps):
@@ -288,6 +297,19 @@ def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Sett
         name = settings.run_dir.name if initial is None else initial.target.name
         require_same(of_weights, data.tokenizer, model=name, data=paths.display_path(data.folder))
     return data
+
+
+def _suit_length(
+    request: RunRequest, config: Config, order: Order | Mixture, world_size: int
+) -> Config:
+    """Give a fresh run of a preset the batch and the rates for its length, where nobody chose any of them."""
+    length = config.length
+    if length.max_steps or config.init.init_from or request.recipe != "pretrain":
+        return config
+    windows = (length.num_epochs or 1.0) * order.windows_per_epoch
+    tokens = length.max_tokens or windows * config.model.context_length
+    suited = suit_length(config, request.chosen, tokens, world_size=world_size)
+    return _fit_mini_batch(request, suited, world_size)[0] if suited is not config else config
 
 
 def _fit_mini_batch(

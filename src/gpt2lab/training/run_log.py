@@ -206,7 +206,8 @@ def _summary(components: Components) -> str:
         "model": f"{model.model}: {plan.parameters:,} parameters, context {model.context_length}",
         "data": start.describe_data().partition(" (")[0],
         "batch": f"{plan.batch.tokens:,} tokens a step, {plan.batch.micro_batch} sequences at a time"
-        f"{f' on each of {ranks} processes' if ranks > 1 else ''}, {environment['dtype']} on {environment['device']}",
+        f"{f' on each of {ranks} processes' if ranks > 1 else ''}, {environment['dtype']} on {environment['device']}"
+        + plan.why_batch,
         "schedule": f"{plan.max_steps:,} steps, {plan.tokens:,} tokens, {plan.epochs:.2f} epochs; "
         f"learning rate {describe_rates(start.config.optim)}",
     }

@@ -67,3 +67,32 @@ def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(tiny_
     del settings["chosen"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert warmup_of(file, "--max_steps=40") == 9
+
+
+def _chosen(tiny_flags: list[str], *flags: str) -> tuple[Any, ...]:
+    """Return batch, rates, and whether they suit the length, of a start on the tiny data."""
+    data = next(flag for flag in tiny_flags if flag.startswith("--data_dir"))
+    start = resolve(parse([data, "--device=cpu", *flags]), world_size=1, set_aside=False)
+    optim = start.config.optim
+    batch = start.config.batch.total_batch_size
+    return batch, optim.max_lr, optim.muon_lr, start.plan.suits_length
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("modern-micro --max_tokens=200k", (1024, 4.5e-2, 1e-2, True)),
+        ("modern-micro --max_tokens=1250k", (2048, 2.2e-2, 6.2e-3, True)),
+        ("modern-micro --max_tokens=5M", (4096, 1.1e-2, 3.9e-3, True)),
+        ("modern-micro --max_tokens=50M", (4096, 1.1e-2, 3.9e-3, True)),
+        ("gpt2-micro --max_tokens=250k", (1024, 2e-3, None, True)),
+        ("gpt2-micro --max_tokens=5M", (4096, 4e-3, None, True)),
+        ("modern-micro --max_tokens=200k --mini_batch_size=8", (2048, 4.5e-2, 1e-2, True)),
+        ("modern-micro --max_tokens=200k --max_lr=0.01", (4096, 0.01, 1e-2, False)),
+        ("modern-micro --max_tokens=200k --total_batch_size=2048", (2048, 3.2e-2, 1e-2, False)),
+        ("modern-micro --max_steps=4", (4096, 3.2e-2, 1e-2, False)),
+        ("gpt2-nano --max_tokens=200k", (4096, 3e-3, None, False)),
+    ],
+)
+def test_batch_and_rates_suit_the_length_where_nobody_chose_them(tiny_flags, flags, expected):
+    assert _chosen(tiny_flags, *f"--model={flags}".split()) == expected
