@@ -130,6 +130,15 @@ def _is_folder_name(name: str) -> bool:
     return is_file_name(name) and name[0] not in ".-"
 
 
+def _no_folder_name(name: str) -> str:
+    if any("\udc80" <= letter <= "\udcff" for letter in name):
+        return f"run_name {name!r} is not UTF-8, or the locale hides it; type another, or set LC_ALL=C.UTF-8"
+    return (
+        f"run_name {name!r} must be a plain folder name: printable, without a slash, not beginning "
+        "with . or -; put the folder above it in --checkpoint_dir"
+    )
+
+
 def wrong_types(values: dict[str, Any]) -> dict[str, str]:
     """Return {setting: problem} of the values of a file that have another type than their setting."""
     return {
@@ -304,10 +313,6 @@ def find_problems(config: Config) -> list[str]:
             parallel == "fsdp" and flat["reduce"] == "exact",
             "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
         ),
-        (
-            run_name is not None and not _is_folder_name(run_name),
-            f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
-            "with . or -; put the folder above it in --checkpoint_dir",
-        ),
+        (run_name is not None and not _is_folder_name(run_name), _no_folder_name(str(run_name))),
     )
     return problems + [message for is_wrong, message in rules if is_wrong]

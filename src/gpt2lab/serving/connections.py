@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -50,7 +51,7 @@ class Connection(H11Protocol):  # type: ignore[misc]
             if len(self.connections) < self.limit_concurrency:
                 return
             [(crowd, _)] = Counter(one.address for one in idle).most_common(1)
-        oldest = min((o for o in idle if o.address == crowd), key=lambda one: one.deadline.when())
+        oldest = min((o for o in idle if o.address == crowd), key=lambda one: one.idle_since)
         self.connections.discard(oldest)
         oldest.transport.abort()
 
@@ -71,7 +72,8 @@ class Connection(H11Protocol):  # type: ignore[misc]
         super().on_response_complete()
 
     def _await_headers(self) -> None:
-        self.deadline = self.loop.call_later(_HEADER_SECONDS, self._end_unless_asked, self.cycle)
+        self.idle_since = time.monotonic()  # finer than the loop's clock
+        self.loop.call_later(_HEADER_SECONDS, self._end_unless_asked, self.cycle)
 
     def _end_unless_asked(self, last: Any) -> None:
         if self.cycle is last:

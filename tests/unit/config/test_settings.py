@@ -25,6 +25,9 @@ PROBLEMS: list[dict[str, Any]] = [
     *({"max_steps": 0}, {"num_epochs": 0.0}, {"max_steps": 1, "num_epochs": 1.0}),
     *({"eval_freq": -1}, {"log_freq": 0}, {"keep_checkpoints": 0}),
     *({"run_name": "a/b"}, {"run_name": ".hidden"}, {"run_name": ""}),
+    {
+        "run_name": "gr\udcc3\udcb6\udcc3\udc9fe"
+    },  # größe, as Python reads it where the locale is ASCII
 ]
 
 

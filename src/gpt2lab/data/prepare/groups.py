@@ -94,7 +94,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Fil
         count = max(1, -(-file.size // max(1, largest))) if file.divides else 1
         shares += [Share(file, number, count) for number in range(count)]
     if shuffle:
-        shares.sort(key=lambda s: hashlib.sha256(f"{s.file.name} {s.number}".encode()).digest())
+        shares.sort(key=lambda s: hash_of(f"{s.file.name} {s.number}").digest())
     total = sum(share.size for share in shares)
     wanted = max(1, round(total / group_bytes))
     ends = accumulate(share.size for share in shares)
@@ -136,4 +136,9 @@ def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGro
 def identity_of(files: Sequence[File]) -> str:
     """Hash names and sizes, by which two machines recognize the same source before they read it."""
     listed = "".join(f"{file.name} {file.size}\n" for file in files)
-    return hashlib.sha256(listed.encode()).hexdigest()
+    return hash_of(listed).hexdigest()
+
+
+def hash_of(names: str) -> hashlib._Hash:
+    """Hash names of files, also those that are not UTF-8."""
+    return hashlib.sha256(names.encode(errors="surrogateescape"))

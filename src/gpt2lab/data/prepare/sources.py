@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import platform
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
-from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, hash_of, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
 
@@ -140,7 +139,7 @@ def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
         File(name.as_posix(), (root / name).stat().st_size, str(root / name), "text")
         for name in names
     ]
-    return tuple(sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
+    return tuple(sorted(files, key=lambda file: hash_of(file.name).digest()))
 
 
 def _hugging_face(
