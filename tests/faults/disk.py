@@ -206,6 +206,7 @@ def _become(words: list[str], arm: Callable[[], object], *to: Path) -> None:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         os.environ["FAULT"] = ""
+        multiprocessing.current_process().daemon = False  # it may have children
         signal.alarm(_LIVES)  # a hang ends, and fails its case
         arm()
         runpy.run_path(words[0], run_name="__main__")

@@ -73,7 +73,8 @@ class Sweep(NamedTuple):
         return life, one_line(life) + wrong, int.from_bytes(count.read_bytes(), "little")
 
     def train(self, folder: Path, arm: Arm) -> Ended:
-        flags = ("--async_checkpoint=on", f"--checkpoint_mirror={folder / 'mirror'}")
+        flags = ("--async_checkpoint=on", f"--checkpoint_mirror=file://{folder / 'mirror'}")
+        (folder / "mirror").mkdir(exist_ok=True)
         life = self.trainer.run(folder, "--resume=auto", *flags, arm=arm)
         wrong = disk.unsound(folder / "run") if (folder / "run").exists() else []
         if life.code == 0 and self.expected:
@@ -84,6 +85,7 @@ class Sweep(NamedTuple):
         words = [PREPARE, str(self.folder / "texts.jsonl"), f"--out={folder / 'data'}"]
         words += ["--num_workers=2", "--tokenizer=bytes", "--val_tokens=300"]
         life = disk.live(words, arm)
+        life = life._replace(errors=re.sub(r"^.*tok/s\].*\n", "", life.errors, flags=re.M))
         found = {path.name: path.read_bytes() for path in folder.glob("data/*")}
         is_other = life.code == 0 and self.expected and found != self.expected["prepare"]
         return life, ["other files than a quiet preparation's"] if is_other else []
@@ -143,6 +145,7 @@ def main() -> int:
     dice = random.Random(wanted.seed)
     global _sweep
     with disk.trainer(wanted.folder) as trainer:
+        os.environ["XDG_STATE_HOME"] = str(wanted.folder / "state")
         import gpt2lab.serving.app
         import gpt2lab.serving.connections  # noqa: F401 - here, so that the forks have it
 
