@@ -52,7 +52,7 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
-	test test-fast test-core test-slow test-faults faults soak syscall-sweep power-cut-replay wrong-kinds \
+	test test-fast test-core test-slow test-faults faults soak syscall-sweep start-sweep power-cut-replay wrong-kinds \
 	planted-bugs lint clean
 
 help:  ## list the targets
@@ -175,6 +175,9 @@ soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and c
 
 syscall-sweep: $(VENV)/.installed-dev  ## let every system call on a run's folder fail, one run each (SEED=n)
 	CASES=all $(PY) -m pytest tests/faults/test_failing_calls.py -m fault -s -k row_46 $(ARGS)
+
+start-sweep: $(VENV)/.installed-dev  ## let every start of a thread or process and large allocation fail, one run each
+	CASES=all $(PY) -m pytest tests/faults/test_failing_calls.py -m fault -s -k row_50 $(ARGS)
 
 power-cut-replay: $(VENV)/.installed-dev  ## cut the power at every system call on a run's folder (SEED=n)
 	CASES=all $(PY) -m pytest tests/faults/test_failing_calls.py -m fault -s -k row_47 $(ARGS)

@@ -123,8 +123,8 @@ def summarize(
     return rows
 
 
-def describe(rows: Sequence[dict[str, Any]]) -> str:
-    """Write the table."""
+def describe(rows: Sequence[dict[str, Any]], device: str) -> str:
+    """Write the table; a ratio holds for the device that its corner names, at the share of its best product."""
     ours = [row["name"] for row in rows if row["name"].startswith("ours")]
     on_gpu, cells = any(row["gpu"] for row in rows), []
     for row in rows:
@@ -134,8 +134,8 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['tokens_per_second']:,.0f}",
                 f"{row['tokens_per_second_p10']:,.0f}-{row['tokens_per_second_p90']:,.0f}",
                 *[row["ratio_texts"].get(name, "1") for name in ours],
-                f"{row['flops'] / 1e9:,.0f}",
                 "n/a" if row["share_of_matmul"] is None else f"{row['share_of_matmul']:.0%}",
+                f"{row['flops'] / 1e9:,.0f}",
                 "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}",
                 f"{row['loss_first']:.3f} > {row['loss_last']:.3f}",
                 f"{row['start_seconds']:.1f}",
@@ -146,10 +146,10 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
                 *([_weather(row["gpu"])] if on_gpu else []),
             ]
         )
-    header = ["", "tokens/s", "p10-p90", *[f"{name} is x" for name in ours]]
+    header = [device, "tokens/s", "p10-p90", *[f"{name} is x" for name in ours]]
     header += [
-        "GFLOP/s",
         "of matmul",
+        "GFLOP/s",
         "MFU",
         "loss",
         "start s",

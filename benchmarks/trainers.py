@@ -145,7 +145,7 @@ def _compare_at(
                 "bf16": best.register_bf16 or peak_flops(best.device_name),
             },
         )
-        say(race.describe(rows))
+        say(race.describe(rows, best.device_name))
         result: dict[str, Any] = {
             "tokens_per_step": size.tokens,
             "flops_per_token": size.flops_per_token,

@@ -53,14 +53,13 @@ def in_thread(
     """Serve a model in a thread; yield the port."""
     import socket
 
-    import uvicorn
-
     from gpt2lab.serving.app import build_app
+    from gpt2lab.serving.connections import server_of
 
     name = model.target.name
     app, engine = build_app(model, name, token=token, host="127.0.0.1", max_waiting=max_waiting)
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = server_of(app, max_waiting)
+    server.config.timeout_graceful_shutdown = 1
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -11,7 +11,9 @@ import ctypes
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,8 +33,8 @@ from gpt2lab.checkpoint.manifest import folder_name  # noqa: E402
 from gpt2lab.errors import CheckpointError  # noqa: E402
 from gpt2lab.runs import history  # noqa: E402
 
-SOURCE = Path(__file__).with_name("disk_shim.c")
-_PRELOADED = "GPT2LAB_DISK_SHIM"  # names the library in a process that was started with it
+SOURCES = [Path(__file__).with_name(f"{name}_shim.c") for name in ("disk", "start")]
+_PRELOADED = "GPT2LAB_SHIMS"  # names the libraries in a process that was started with it
 _LIVES = 120  # seconds, of a start that takes one
 
 # One T of 16 and bytes as tokens: a start, five steps and all that is due after them take a second.
@@ -52,18 +54,19 @@ def compiler() -> str | None:
 
 
 def preload(folder: Path) -> ctypes.CDLL:
-    """Return the shim; start this program again with it preloaded unless that has happened."""
-    library = os.environ.get(_PRELOADED)
-    if library is None:
+    """Return the functions of the shims; start this program again with them preloaded unless that has happened."""
+    if _PRELOADED not in os.environ:
         program = compiler()
         if program is None:
             sys.exit("error: no C compiler `cc`; install one to make calls of the disk fail")
-        library = str(folder / "disk_shim.so")
-        words = ["-shared", "-fPIC", "-O1", "-o", library, str(SOURCE), "-ldl", "-lpthread"]
-        subprocess.run([program, *words], check=True)
-        own = {_PRELOADED: library, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
+        libraries = [str(folder / source.with_suffix(".so").name) for source in SOURCES]
+        for source, library in zip(SOURCES, libraries, strict=True):
+            words = ["-shared", "-fPIC", "-O1", "-o", library, str(source), "-ldl", "-lpthread"]
+            subprocess.run([program, *words], check=True)
+        preloaded = ":".join(libraries)
+        own = {_PRELOADED: preloaded, "LD_PRELOAD": preloaded, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **own})
-    return ctypes.CDLL(library)
+    return ctypes.CDLL(None)
 
 
 def arguments(about: str) -> argparse.Namespace:
@@ -151,34 +154,18 @@ class Trainer:
     items: Path
 
     def run(
-        self, folder: Path, *more: str, failure: Failure = NONE, trace: Path | None = None
+        self,
+        folder: Path,
+        *more: str,
+        failure: Failure = NONE,
+        trace: Path | None = None,
+        arm: Callable[[], object] | None = None,
     ) -> Life:
-        """Run a start to its end, with the shim armed for `folder` if it is to fail or to be traced."""
+        """Run a start to its end, with the shim armed for `folder` if it is to fail or to be traced, or by `arm`."""
         place = [f"--data_dir={self.data}", f"--checkpoint_dir={folder}"]
         flags = [*SHAPE, *place, f"--hellaswag_path={self.items}", *more]
-        with tempfile.TemporaryDirectory() as aside:
-            out, err = Path(aside, "out.txt"), Path(aside, "err.txt")
-            child = os.fork()
-            if child == 0:
-                self._live(folder, flags, failure, trace, out, err)
-            _, status = os.waitpid(child, 0)
-            return Life(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text())
 
-    def _live(
-        self, folder: Path, flags: list[str], failure: Failure, trace: Path | None, *to: Path
-    ) -> None:
-        code = 1
-        try:
-            for number, path in enumerate(to, start=1):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            import train
-            from gpt2lab.commands.entry import run
-
-            sys.argv = [train.__file__, *flags]
-            os.environ["FAULT"] = ""
-            import signal
-
-            signal.alarm(_LIVES)  # a hang ends, and fails its case
+        def arm_disk() -> None:
             if failure.call or trace is not None:
                 log = b"" if trace is None else os.fsencode(trace)
                 self.shim.shim_arm(
@@ -189,15 +176,49 @@ class Trainer:
                     failure.and_later,
                     failure.torn,
                 )
-            code = run(train.main)
-            self.shim.shim_disarm()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+
+        return live([str(launch.TRAIN), *flags], arm or arm_disk)
+
+
+def live(
+    words: list[str],
+    arm: Callable[[], object],
+    meanwhile: Callable[[int, Path], object] | None = None,
+) -> Life:
+    """Run a program to its end as a fork, armed first; `meanwhile` is called with its id and stdout."""
+    with tempfile.TemporaryDirectory() as aside:
+        out, err = Path(aside, "out.txt"), Path(aside, "err.txt")
+        out.touch()
+        child = os.fork()
+        if child == 0:
+            _become(words, arm, out, err)
+        if meanwhile is not None:
+            meanwhile(child, out)
+        _, status = os.waitpid(child, 0)
+        return Life(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text())
+
+
+def _become(words: list[str], arm: Callable[[], object], *to: Path) -> None:
+    code: object = 1
+    try:
+        for number, path in enumerate(to, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        os.environ["FAULT"] = ""
+        multiprocessing.current_process().daemon = False  # it may have children
+        signal.alarm(_LIVES)  # a hang ends, and fails its case
+        arm()
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import doing
 
 _TOKEN = "GPT2LAB_API_KEY"
-_LAST_SECONDS = 5  # for the token that is being computed at the end
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,8 @@ def main(argv: list[str]) -> int:
     _check(flags, token)
     with _listen(flags.host, flags.port) as listener:
         completer = load(flags, SamplingParams())
-        import uvicorn
-
         from gpt2lab.serving.app import build_app
+        from gpt2lab.serving.connections import server_of
 
         name = flags.target.rstrip("/").rpartition("/")[2]
         app, engine = build_app(
@@ -59,17 +57,7 @@ def main(argv: list[str]) -> int:
         )
         host = f"[{flags.host}]" if ":" in flags.host else flags.host
         address = f"http://{host}:{listener.getsockname()[1]}"
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                limit_concurrency=flags.max_waiting + 100,  # connections, with those of browsers
-                timeout_graceful_shutdown=_LAST_SECONDS,
-            )
-        )
+        server = server_of(app, flags.max_waiting)
         end = server.handle_exit
 
         def stop(number: int, frame: Any) -> None:

@@ -126,6 +126,15 @@ def override(config: Config, values: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **sections)
 
 
+def _no_folder_name(name: str) -> str:
+    if any("\udc80" <= letter <= "\udcff" for letter in name):
+        return f"run_name {name!r} is not UTF-8, or the locale hides it; type another, or set LC_ALL=C.UTF-8"
+    return (
+        f"run_name {name!r} must be a plain folder name: printable, without a slash, not beginning "
+        "with . or -; put the folder above it in --checkpoint_dir"
+    )
+
+
 def wrong_types(values: dict[str, Any]) -> dict[str, str]:
     """Return {setting: problem} of the values of a file that have another type than their setting."""
     return {
@@ -299,8 +308,7 @@ def find_problems(config: Config) -> list[str]:
         ),
         (
             run_name is not None and (not is_file_name(run_name) or run_name[0] in ".-"),
-            f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
-            "with . or -; put the folder above it in --checkpoint_dir",
+            _no_folder_name(str(run_name)),
         ),
     )
     return problems + [message for is_wrong, message in rules if is_wrong]

@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from gpt2lab.errors import first_line, is_out_of_memory
 from gpt2lab.evaluation.completion import Completer
 from gpt2lab.runs.target import was_tuned
 from gpt2lab.serving.api import Choice, CompletionRequest, Problem, Reply, no_model, read_request
@@ -61,6 +62,7 @@ class Engine:
         self.generations: set[Generation] = set()  # generating or waiting
         self._watchers: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draw")
+        self._thread.submit(int)  # a thread that cannot start is an error now
 
     def start(self, wanted: CompletionRequest, request: Request) -> Generation:
         """Queue a request; it ends when its client is gone.
@@ -70,6 +72,7 @@ class Engine:
         if len(self.generations) > self.max_waiting:
             message = f"{self.max_waiting} requests wait already; try again later"
             raise Problem(503, message, code="overloaded")
+        request.state.is_accepted = True  # see connections.py
         generation, loop = Generation(), asyncio.get_running_loop()
 
         def tell(row: tuple[int, list[int]] | None) -> None:
@@ -128,8 +131,10 @@ async def _texts(
             if all(choice.finish for choice in choices):
                 return
         await asyncio.wait([generation.done])
-        if not generation.done.cancelled():
-            generation.done.result()  # raises what the thread raised
+        if not generation.done.cancelled() and (error := generation.done.exception()):
+            if not is_out_of_memory(error):
+                raise error
+            raise Problem(503, f"out of memory: {first_line(error)}", code="overloaded") from error
         raise Problem(503, "the server is shutting down")
     finally:
         generation.stop()
@@ -188,7 +193,11 @@ class _Service:
         return _json(card if request.path_params else {"object": "list", "data": [card]})
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok", "requests": len(self.engine.generations)})
+        told: dict[str, Any] = {"status": "ok"}
+        with contextlib.suppress(Problem):
+            self.check(request)
+            told["requests"] = len(self.engine.generations)
+        return _json(told)
 
     async def completions(self, request: Request) -> Response:
         return await self.answer(request, is_chat=False)
@@ -206,6 +215,8 @@ class _Service:
             content = await asyncio.wait_for(_body(request), _BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Problem(408, f"no full body within {_BODY_SECONDS:.0f} s") from None
+        except ClientDisconnect:
+            raise Problem(400, "the body ended early") from None
         completer = self.engine.completer
         wanted = read_request(content, completer, self.name, is_chat=is_chat)
         generation, reply = self.engine.start(wanted, request), Reply(wanted, self.name)

@@ -133,15 +133,17 @@ class Heartbeat:
                 if self._has_rescued():
                     report += "; the last complete step is saved"
                 self._tell(report)
-                said.join(_SAY_SECONDS)
+                if said.ident:
+                    said.join(_SAY_SECONDS)
                 os._exit(EXIT_CODE)
 
     def _has_rescued(self) -> bool:
         """Try to rescue for as long as a save may last: the disk or the GPU may hang as well."""
         saved: list[bool] = []
         thread = threading.Thread(target=lambda: saved.append(self.rescue()), daemon=True)
-        thread.start()
-        thread.join(self.limit_seconds("saving"))
+        with suppress(RuntimeError):  # no room for a thread
+            thread.start()
+            thread.join(self.limit_seconds("saving"))
         return saved == [True]
 
     def _write(self, step: int, phase: str, lasts: float) -> None:
@@ -201,7 +203,8 @@ def _say(text: str) -> threading.Thread:
         finish_stderr()
 
     thread = threading.Thread(target=write, name="last words", daemon=True)
-    thread.start()
+    with suppress(RuntimeError):  # no room for it
+        thread.start()
     return thread
 
 

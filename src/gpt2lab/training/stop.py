@@ -83,7 +83,8 @@ class Signals:
             os._exit(128 + number)
         # In a thread of its own: a terminal that takes no output must not keep the next signal from being heard.
         asked = (number, self.level)
-        threading.Thread(target=self._answer, args=asked, name="answer", daemon=True).start()
+        with suppress(RuntimeError):  # no room for a thread: no answer
+            threading.Thread(target=self._answer, args=asked, name="answer", daemon=True).start()
 
     def _answer(self, number: int, level: int) -> None:
         with suppress(Exception):  # a closed log or terminal

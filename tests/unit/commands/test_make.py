@@ -73,6 +73,7 @@ def test_every_target_is_in_the_help_and_in_this_test():
         "faults",
         "soak",
         "syscall-sweep",
+        "start-sweep",
         "power-cut-replay",
         "wrong-kinds",
         "planted-bugs",

@@ -26,6 +26,9 @@ PROBLEMS: list[dict[str, Any]] = [
     *({"beta1": 1.0}, {"beta2": 1.0}, {"muon_lr": 0.0}, {"head_lr": 0.1}, {"norm_eps": 0.0}),
     *({"logit_cap": -1.0}, {"n_embd": 9, "n_head": 3, "positions": "rotary"}),
     {"n_embd": 18, "n_head": 3, "positions": "half_rotary"},
+    {
+        "run_name": "gr\udcc3\udcb6\udcc3\udc9fe"
+    },  # größe, as Python reads it where the locale is ASCII
 ]
 
 

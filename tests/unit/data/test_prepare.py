@@ -190,6 +190,20 @@ def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path):
         assert 0.2 < quarter.mean() < 0.8
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_names_that_are_not_utf8_are_prepared(tmp_path, shuffle):
+    names = ["caf\udce9.txt", "b.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("some words\n" * 99)
+    for out in ("out", "again"):
+        run_prepare(tmp_path / "in", tmp_path / out, shuffle=shuffle)
+    assert len(documents_of(tmp_path / "out", "train")) == 2
+    manifests = [(tmp_path / out / "shards.json").read_text() for out in ("out", "again")]
+    assert manifests[0] == manifests[1]
+    assert json.dumps(names[0]) in manifests[0]
+
+
 def test_everything_that_shards_json_says_is_true(prepared):
     manifest = json.loads((prepared / "shards.json").read_text())
     assert manifest["tokenizer"]["name"] == "gpt2"

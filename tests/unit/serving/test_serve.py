@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -22,6 +23,7 @@ import served
 from gpt2lab.commands.verbs import main
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
+from gpt2lab.serving import connections
 from gpt2lab.serving.api import Choice
 from gpt2lab.tokenizers.gpt2 import GPT2
 from served import CONTEXT, answer, ask, events
@@ -301,13 +303,64 @@ def test_a_token_is_demanded_from_all_but_the_page(tuned):
                 assert "s3cret" not in said
         away = {"Authorization": "Bearer s3cret", "Host": "my.server"}
         assert ask(port, "POST", TEXT, body, **away)[0] == 200
+        assert json.loads(ask(port, "GET", "/health")[2]) == {"status": "ok"}
+        assert json.loads(ask(port, "GET", "/health", **away)[2])["requests"] == 0
         status, headers, page = ask(port, "GET", "/")
-        assert status == ask(port, "GET", "/health")[0] == 200
+        assert status == 200
     assert "tuned" not in page
     policy = headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
     assert "http" not in page.replace("http-equiv", "")
+
+
+HALF_A_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+
+
+def connect(port: int, begun: bytes, address: str = "127.0.0.1") -> socket.socket:
+    """Send the beginning of a request from an address of this machine."""
+    opened = socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
+    opened.sendall(begun)
+    return opened
+
+
+def is_closed(connection: socket.socket, seconds: float | None = 0.1) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n", HALF_A_BODY])
+def test_connections_that_never_finish_lock_nobody_out(tuned, begun, capfd):
+    with served.in_thread(tuned) as port, contextlib.ExitStack() as stack:
+        for _ in range(170):
+            stack.enter_context(connect(port, begun))
+        for _ in range(3):
+            assert text(port, max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_an_address_that_has_too_many_connections_loses_its_oldest(tuned, monkeypatch):
+    monkeypatch.setattr(connections, "_OF_OTHERS", 3)
+    with served.in_thread(tuned, max_waiting=1) as port, contextlib.ExitStack() as stack:
+        quiet, crowd, third = (
+            [stack.enter_context(connect(port, b"", f"127.0.0.{n}")) for _ in range(count)]
+            for n, count in ((2, 2), (3, 6), (4, 1))
+        )
+        assert [is_closed(one) for one in crowd] == [True, True, True, False, False, False]
+        assert not any(map(is_closed, quiet + third))
+
+
+@pytest.mark.parametrize("begun", [b"GET /heal", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /"])
+def test_headers_have_a_deadline_also_after_an_answer(tuned, begun, monkeypatch):
+    monkeypatch.setattr(connections, "_HEADER_SECONDS", 0.2)
+    with served.in_thread(tuned) as port, connect(port, begun) as opened:
+        while not is_closed(opened, None):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Fil
         count = max(1, -(-file.size // max(1, largest))) if file.divides else 1
         shares += [Share(file, number, count) for number in range(count)]
     if shuffle:
-        shares.sort(key=lambda s: hashlib.sha256(f"{s.file.name} {s.number}".encode()).digest())
+        shares.sort(key=lambda s: hash_of(f"{s.file.name} {s.number}").digest())
     total = sum(share.size for share in shares)
     wanted = max(1, round(total / group_bytes))
     ends = accumulate(share.size for share in shares)
@@ -131,3 +131,8 @@ def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGro
     """Return the groups of part i of n: n runs in their order, together all."""
     i, n = part
     return tuple(groups[(i - 1) * len(groups) // n : i * len(groups) // n])
+
+
+def hash_of(names: str) -> hashlib._Hash:
+    """Hash names of files, also those that are not UTF-8."""
+    return hashlib.sha256(names.encode(errors="surrogateescape"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import platform
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
-from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, kind_of
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, hash_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
 
@@ -41,7 +40,7 @@ class TextSource:
         """Identifies the documents as far as possible before they are read: a hash of the files' names and sizes."""
         at = f", revision {self.revision}" if self.revision else ""
         listed = "".join(f"{file.name} {file.size}\n" for file in self.files)
-        return f"{hashlib.sha256(listed.encode()).hexdigest()}, column {self.text_column}{at}"
+        return f"{hash_of(listed).hexdigest()}, column {self.text_column}{at}"
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -138,7 +137,7 @@ def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
         File(name.as_posix(), (root / name).stat().st_size, str(root / name), "text")
         for name in names
     ]
-    return tuple(sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
+    return tuple(sorted(files, key=lambda file: hash_of(file.name).digest()))
 
 
 def _hugging_face(

@@ -1,0 +1,185 @@
+"""Let each start of a thread or process, and each large allocation, fail in a run of its own; print a table.
+
+    python tests/faults/start_sweep.py FOLDER [--sample N] [--minutes M] [--seed N] [--jobs N]
+
+A training, a preparation with two processes, and a server that is asked twice. Checked of each: it goes on rightly or
+ends with an exit code of ours and one line, and what it leaves continues to the bits of a quiet run. `--sample`: cases
+of each program and kind. Ends with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import disk
+from disk import Trainer
+from syscall_sweep import one_line
+
+import launch
+from gpt2lab import fmt
+
+KINDS = ("thread", "process", "memory")
+LEAST = (
+    1 << 18
+)  # bytes of a large allocation: a quarter of what Python asks at once for small objects
+Arm = Callable[[], object]
+Ended = tuple[disk.Life, list[str]]
+MAIN, PREPARE = str(launch.MAIN), str(launch.SCRIPTS / "prepare_data.py")
+
+
+class Case(NamedTuple):
+    """One program, and which of its requests fails (0: none)."""
+
+    program: str
+    kind: str
+    at: int
+
+
+class Sweep(NamedTuple):
+    """What every case needs."""
+
+    trainer: Trainer
+    folder: Path
+    expected: dict[str, dict[str, object]]  # by program: of a quiet run
+
+    def run(self, case: Case, folder: Path) -> tuple[disk.Life, list[str], int]:
+        """Run a case; return how it ended, what is wrong, and how many requests of its kind there were."""
+        count = self.folder / f"count-{os.getpid()}"
+        count.write_bytes(bytes(8))
+        words = (KINDS.index(case.kind), case.at, LEAST, count)
+
+        def arm() -> None:
+            os.environ["GPT2LAB_STARTS"] = " ".join(map(str, words))  # of what it starts
+            self.trainer.shim.starts_arm(
+                os.fsencode(count), words[0], *map(ctypes.c_long, words[1:3])
+            )
+
+        life, wrong = getattr(self, case.program)(folder, arm)
+        life = life._replace(errors=launch.without_progress(life.errors))
+        return life, one_line(life) + wrong, int.from_bytes(count.read_bytes(), "little")
+
+    def train(self, folder: Path, arm: Arm) -> Ended:
+        flags = ("--async_checkpoint=on", f"--checkpoint_mirror=file://{folder / 'mirror'}")
+        (folder / "mirror").mkdir(exist_ok=True)
+        life = self.trainer.run(folder, "--resume=auto", *flags, arm=arm)
+        wrong = disk.unsound(folder / "run") if (folder / "run").exists() else []
+        if life.code == 0 and self.expected:
+            wrong += disk.unlike(folder / "run", self.expected["train"])
+        return life, wrong
+
+    def prepare(self, folder: Path, arm: Arm) -> Ended:
+        words = [PREPARE, str(self.folder / "texts.jsonl"), f"--out={folder / 'data'}"]
+        words += ["--num_workers=2", "--tokenizer=bytes", "--val_tokens=300"]
+        life = disk.live(words, arm)
+        life = life._replace(errors=re.sub(r"^.*tok/s\].*\n", "", life.errors, flags=re.M))
+        found = {path.name: path.read_bytes() for path in folder.glob("data/*")}
+        is_other = life.code == 0 and self.expected and found != self.expected["prepare"]
+        return life, ["other files than a quiet preparation's"] if is_other else []
+
+    def serve(self, folder: Path, arm: Arm) -> Ended:
+        wrong: list[str] = []
+
+        def use(child: int, out: Path) -> None:
+            while not (found := re.search(r"http://([\w.:]+)/ in", out.read_text())):
+                if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    return
+                time.sleep(0.01)
+            answers = [_ask(found[1]) for _ in range(2)]
+            if not {answers[0], answers[1]} <= {200, 503} or 200 not in answers:
+                wrong.append(f"answers {answers}")
+            os.kill(child, signal.SIGINT)
+
+        flags = ["run", f"--checkpoint_dir={self.folder / 'served'}", "--port=0", "--device=cpu"]
+        return disk.live([MAIN, "serve", *flags], arm, use), wrong
+
+    def judge(self, case: Case) -> Ended:
+        """Run a case, and the same again without a failure."""
+        folder = self.folder / f"case-{os.getpid()}"
+        folder.mkdir()
+        life, wrong, _ = self.run(case, folder)
+        if case.program != "serve":
+            again, found, _ = self.run(case._replace(at=0), folder)
+            found += [f"ended with {again.code}: {again.errors[-600:]}"] if again.code else []
+            wrong += [f"repeated: {what}" for what in found]
+        shutil.rmtree(folder)
+        return life, wrong
+
+
+def _ask(address: str) -> int | str:
+    """Ask for a text; return the status."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    body = json.dumps({"model": "run", "prompt": "a", "max_tokens": 2})
+    with contextlib.closing(connection):
+        try:
+            connection.request("POST", "/v1/completions", body)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+
+
+_sweep: Sweep
+
+
+def _judge_in_worker(case: Case) -> tuple[tuple[Case, disk.Life], list[str]]:
+    life, wrong = _sweep.judge(case)
+    return (case, life), wrong
+
+
+def main() -> int:
+    """Sweep, and print what came of it."""
+    wanted = disk.arguments(str(__doc__))
+    dice = random.Random(wanted.seed)
+    global _sweep
+    with disk.trainer(wanted.folder) as trainer:
+        os.environ["XDG_STATE_HOME"] = str(wanted.folder / "state")
+        import gpt2lab.serving.app
+        import gpt2lab.serving.connections  # noqa: F401 - here, so that the forks have it
+
+        _sweep = Sweep(trainer, wanted.folder, {})
+        assert trainer.run(wanted.folder / "served").code == 0
+        cases: list[Case] = []
+        for program in ("train", "prepare", "serve"):
+            for kind in KINDS:
+                quiet = wanted.folder / f"quiet-{program}-{kind}"
+                quiet.mkdir()
+                life, wrong, number = _sweep.run(Case(program, kind, 0), quiet)
+                if life.code or wrong:
+                    sys.exit(f"error: {program} failed by itself: {life}, {wrong}")
+                print(f"{program}: {number} requests for a {kind}", flush=True)
+                every = range(1, number + 1)
+                some = dice.sample(every, min(number, wanted.sample or number))
+                cases += [Case(program, kind, at) for at in some]
+        _sweep.expected["train"] = disk.bits(wanted.folder / "quiet-train-thread" / "run")
+        _sweep.expected["prepare"] = {
+            path.name: path.read_bytes()
+            for path in (wanted.folder / "quiet-prepare-thread" / "data").iterdir()
+        }
+        judged = list(disk.judged(_judge_in_worker, cases, wanted))
+    ends = Counter((case.program, case.kind, str(life.code)) for (case, life), _ in judged)
+    print(
+        fmt.table(
+            ["program", "failed", "exit code", "runs"],
+            [[*end, str(n)] for end, n in sorted(ends.items())],
+        )
+    )
+    wrong = sum(bool(found) for _, found in judged)
+    print(f"\n{len(judged):,} runs with one failure, seed {wanted.seed}, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
