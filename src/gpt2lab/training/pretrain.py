@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.store import TrainState
@@ -227,7 +228,9 @@ def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
             autocast=Strategy(runtime, config.system).autocast,
         )
     )
-    return dataclasses.replace(start, attention=found)
+    slow = attention_backend.why_not_cudnn(found) if config.system.attention == "auto" else None
+    warnings = (*start.warnings, slow) if slow else start.warnings
+    return dataclasses.replace(start, attention=found, warnings=warnings)
 
 
 def build(
@@ -347,11 +350,14 @@ def _run_to_end(components: Components, services: _Services) -> tuple[str | None
     """Train to the last step or to a stop; return the reason of the stop, None at the end, and the step."""
     runtime, config = components.runtime, components.start.config
     runtime.on_rank_zero(lambda: announce(components, services.folder, services.logger))
-    components.strategy.warm_up_reducer(
-        components.trained,
-        batch_size=components.start.plan.batch.micro_batch,
-        context_length=config.model.context_length,
-    )
+    is_ddp = isinstance(components.trained, DistributedDataParallel)
+    compiles = is_ddp and config.system.compile == "on"
+    with services.logger.waiting("compiling for DDP") if compiles else contextlib.nullcontext():
+        components.strategy.warm_up_reducer(
+            components.trained,
+            batch_size=components.start.plan.batch.micro_batch,
+            context_length=config.model.context_length,
+        )
     session = _open_session(components, services)
     saver = Saver(components, session, services.signals)
     with saver:
