@@ -129,12 +129,13 @@ def _compare_fitted(
     """Compare at the largest micro-batch that fits by the planner; if it does not, at half of that."""
     size, free = SIZES[name], None
     if plan.device == "cuda":
-        free = detect_hardware().free_memory(1)
+        found = detect_hardware()
+        free = found.free_memory(1) if found.gpus else None  # else that of the CPU
         size = fitted(size, free)
     largest = largest_micro_batch(size, free)
     try:
-        found = _compare_at(name, size, plan, clock, say, largest=largest)
-        return found | {"micro_batch": size.mini_batch_size, "halved": False}
+        result = _compare_at(name, size, plan, clock, say, largest=largest)
+        return result | {"micro_batch": size.mini_batch_size, "halved": False}
     except CheckError as error:
         if (
             plan.device == "cpu"
@@ -144,8 +145,8 @@ def _compare_fitted(
             raise
         say(f"  micro-batch {size.mini_batch_size} does not fit, so half of it: {error}")
     size = halved(size)
-    found = _compare_at(name, size, plan, clock, say, largest=size.mini_batch_size)
-    return found | {"micro_batch": size.mini_batch_size, "halved": True}
+    result = _compare_at(name, size, plan, clock, say, largest=size.mini_batch_size)
+    return result | {"micro_batch": size.mini_batch_size, "halved": True}
 
 
 def _compare_at(

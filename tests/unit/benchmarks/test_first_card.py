@@ -82,7 +82,7 @@ def test_stages_become_one_file_without_names_and_paths(monkeypatch, tmp_path, c
     assert again["speed"] == json.loads(text)["stages"]["speed"]
 
 
-@pytest.mark.parametrize(("gpus", "parts"), [(1, 22), (2, 25)])
+@pytest.mark.parametrize(("gpus", "parts"), [(1, 22), (2, 27)])
 def test_a_stage_may_take_its_share_of_what_is_left(gpus, parts):
     names, end = list(first_card.STAGES), time.monotonic() + 60 * parts
     assert first_card._seconds_for(names[1:], end, gpus) == pytest.approx(9 * 60, rel=0.1)
@@ -172,7 +172,7 @@ def test_wrong_flags(words, said, tmp_path):
 # -- the micro-batch of a card ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("free", "micro_batch"), [(140, 64), (79, 64), (44, 32), (23, 16), (6, 2)])
+@pytest.mark.parametrize(("free", "micro_batch"), [(140, 64), (79, 64), (44, 32), (23, 16), (6, 4)])
 def test_the_micro_batch_is_the_largest_power_of_two_that_fits(free, micro_batch):
     found = fitted(SIZES["gpt2"], free * GIB)
     assert found.mini_batch_size == micro_batch
