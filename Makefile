@@ -53,7 +53,7 @@ endef
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
 	test test-fast test-core test-slow test-faults faults soak syscall-sweep start-sweep power-cut-replay wrong-kinds \
-	planted-bugs lint clean
+	planted-bugs first-card lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -187,6 +187,9 @@ wrong-kinds: $(VENV)/.installed-dev  ## try every command on links, pipes, devic
 
 planted-bugs: $(VENV)/.installed-dev  ## change one line after another, and tell which changes the tests notice (ARGS="data model")
 	$(PY) benchmarks/plant_bugs.py $(ARGS)
+
+first-card: $(VENV)/.installed-dev  ## test and measure a first GPU, in 25 minutes, into one file (ARGS="--from sweep")
+	@$(LAB) benchmark first-card $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .

@@ -3,6 +3,7 @@
 gpt2lab benchmark codegen
 gpt2lab benchmark codegen-parallel
 gpt2lab benchmark data
+gpt2lab benchmark first-card
 gpt2lab benchmark hellaswag --hellaswag_path hellaswag_val.jsonl
 gpt2lab benchmark parallel
 gpt2lab benchmark planner
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
+from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, StageName, VariantName
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import option
 from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
@@ -61,6 +62,19 @@ class CodegenParallel:
         "fp32", "precision in which fsdp gathers the blocks' matrices"
     )
     json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class FirstCard:
+    """Test and measure a machine's first GPU in stages, and write one file that can be sent: docs/cards/README.md."""
+
+    out: Path = option(Path("first_card.json"), "JSON to write; a page in Markdown lies beside it")
+    minutes: float = option(25.0, "for all stages; each has a share")
+    from_: StageName = option("doctor", "continue --out with this stage and those after it")
+    device: Literal["cuda", "cpu"] = option("cuda", "cpu: try the command on a tiny model")
+    peer: tuple[str, ...] = option(
+        (), "nanogpt=PATH (a checkout), to be measured beside ours", adds=True
+    )
 
 
 @dataclass(frozen=True)
@@ -190,6 +204,7 @@ VERBS = {
     "codegen": Codegen,
     "codegen-parallel": CodegenParallel,
     "data": Data,
+    "first-card": FirstCard,
     "hellaswag": HellaSwag,
     "parallel": Sharing,
     "planner": Planner,
@@ -202,6 +217,8 @@ VERBS = {
 def main(argv: list[str]) -> int:
     """Run one measurement and print it."""
     flags = parse_flags(VERBS, argv)
+    if isinstance(flags, FirstCard):
+        return _run_first_card(flags)
     if flags.json and not flags.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {flags.json}: no such folder")
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
@@ -227,6 +244,28 @@ def main(argv: list[str]) -> int:
 
         check_all_ran(numbers)
     return 0
+
+
+def _run_first_card(flags: FirstCard) -> int:
+    from benchmarks import first_card
+    from benchmarks.contestants import parse_peer
+    from benchmarks.running import end_contestants_on_sigterm
+
+    if flags.minutes <= 0:
+        raise ConfigError(f"--minutes {flags.minutes:g} must be above 0")
+    if not flags.out.absolute().parent.is_dir() or flags.out.is_dir():
+        raise ConfigError(f"--out {flags.out}: no such folder, or a folder itself; name a file")
+    if flags.out.suffix != ".json":
+        raise ConfigError(f"--out {flags.out}: end it with .json; the page beside it ends with .md")
+    peers = [parse_peer(peer) for peer in flags.peer]
+    end_contestants_on_sigterm()
+    return first_card.run_card(
+        out=flags.out,
+        minutes=flags.minutes,
+        start=flags.from_,
+        device=flags.device,
+        peers=tuple(f"{name}={path}" if path else name for name, path in peers),
+    )
 
 
 def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:

@@ -30,7 +30,7 @@ def main(what: str, result: str, script: str, *flags: str) -> None:
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).parent)
     torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels by name
-    steps, began, last = 0, 0.0, _MEMORY_STEPS
+    steps, began, last, counted = 0, 0.0, _MEMORY_STEPS, None
     found: dict[str, Any] = {}
     memory, profiler = _profiler(memory=True), _profiler(memory=False)
     if "profile" in what:
@@ -39,7 +39,10 @@ def main(what: str, result: str, script: str, *flags: str) -> None:
         memory.start()
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal steps, began
+        nonlocal steps, began, counted
+        counted = counted or optimizer
+        if optimizer is not counted:  # Muon's step is one of two optimizers
+            return
         steps += 1
         if "memory" in what and steps == _MEMORY_STEPS:
             if not torch.cuda.is_available():  # a GPU's allocator knows its peak

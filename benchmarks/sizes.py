@@ -6,17 +6,24 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gpt2lab.config.schema import ModelConfig
+from gpt2lab import fmt
+from gpt2lab.config.schema import BatchConfig, Config, ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import flops_per_token
+from gpt2lab.planner import hardware
+from gpt2lab.planner.estimate import MEMORY_TARGET, device_memory
+from gpt2lab.planner.job import Job
 
 SizeName = Literal["tiny256", "tiny", "mid", "124m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+StageName = Literal["doctor", "tests", "speed", "sweep", "planner", "reliability", "cards"]
 VariantName = Literal[
     "flash",
     "micro_half",
     "micro_double",
+    "descent",
     "autotune",
     "muon",
+    "zero1",
     "micro_quarter",
     "expandable",
     "eager",
@@ -43,14 +50,17 @@ class Size:
     @property
     def flops_per_token(self) -> int:
         """6 N_matmul + 12 L C T, the same count for everyone."""
-        return flops_per_token(
-            ModelConfig(
-                n_layer=self.n_layer,
-                n_head=self.n_head,
-                n_embd=self.n_embd,
-                vocab_size=self.vocab_size,
-                context_length=self.context_length,
-            )
+        return flops_per_token(self.model)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape as the planner knows it."""
+        return ModelConfig(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
         )
 
     @property
@@ -97,16 +107,56 @@ class Variant:
         return dataclasses.replace(size, mini_batch_size=int(micro), accumulation=int(accumulation))
 
 
+_ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"} | {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29577",
+}
 # In the order in which they are worth the time.
 VARIANTS: dict[VariantName, Variant] = {
     "flash": Variant({"attention": "flash"}),
     "micro_half": Variant(micro_batch=0.5),
     "micro_double": Variant(micro_batch=2.0),
+    "descent": Variant(environment={"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}),
     "autotune": Variant(
         environment={"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1", "ENABLE_PERSISTENT_TMA_MATMUL": "1"}
     ),
     "muon": Variant({"optimizer": "muon"}),
+    "zero1": Variant({"parallel": "zero1"}, environment=_ONE_RANK),
     "micro_quarter": Variant(micro_batch=0.25),
     "expandable": Variant(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     "eager": Variant({"compile": "off"}),
 }
+
+
+def largest_micro_batch(size: Size, free: float | None) -> int | None:
+    """Return the sequences of one compiled bf16 forward pass that fit a GPU's `free` bytes; None where unknown.
+
+    Raises: ConfigError if not even one does.
+    """
+    if free is None:
+        return None
+    batch = BatchConfig(total_batch_size=size.tokens, mini_batch_size=1)
+    job = Job(Config(model=size.model, batch=batch), 1, 1, "bf16", compiled=True)
+    need = device_memory(job, hardware.load(), MEMORY_TARGET, is_cpu=False, available=free)
+    if need.largest_micro_batch is None:
+        raise ConfigError(
+            f"the card has {fmt.num_bytes(free)} free: not even one sequence of GPT-2 ({size.n_layer} layers) fits; "
+            f"end what else uses it"
+        )
+    return need.largest_micro_batch
+
+
+def fitted(size: Size, free: float | None) -> Size:
+    """Return the size with its micro-batch halved until the planner says that it fits a GPU's `free` bytes.
+
+    Raises: ConfigError if not even one sequence does.
+    """
+    largest = largest_micro_batch(size, free)
+    while largest is not None and size.mini_batch_size > largest:
+        size = halved(size)
+    return size
+
+
+def halved(size: Size) -> Size:
+    """Return the size with half its micro-batch; tokens a step stay. Raises: ConfigError for one sequence."""
+    return Variant(micro_batch=0.5).cut(size)

@@ -25,13 +25,24 @@ from benchmarks.contestants import (
     peer,
 )
 from benchmarks.running import measure_inside, run
-from benchmarks.sizes import SIZES, VARIANTS, Size, SizeName, VariantName
+from benchmarks.sizes import (
+    SIZES,
+    VARIANTS,
+    Size,
+    SizeName,
+    VariantName,
+    fitted,
+    halved,
+    largest_micro_batch,
+)
 from benchmarks.token_stream import markov_tokens, text_tokens, write_formats, write_tiktoken_cache
 from gpt2lab import fmt
 from gpt2lab.errors import CheckError
 from gpt2lab.planner.hardware import peak_flops
+from gpt2lab.planner.machine import detect_hardware
 
 _CPU_TOKENS = 1_000_000
+_OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)
 GROUPS = ("matmul", "attention", "cross-entropy", "elementwise", "optimizer", "communication")
 
 # First match wins. ATen's names, Inductor's (cpp_fused_..., triton_...), and cuBLAS's, cuDNN's and NCCL's kernels.
@@ -109,16 +120,49 @@ def compare(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     Raises: ConfigError, CheckError.
     """
     clock = _Clock(plan.total_seconds)
-    return {name: _compare_at(name, plan, clock, say) for name in plan.models}
+    return {name: _compare_fitted(name, plan, clock, say) for name in plan.models}
+
+
+def _compare_fitted(
+    name: SizeName, plan: Plan, clock: _Clock, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compare at the largest micro-batch that fits by the planner; if it does not, at half of that."""
+    size, free = SIZES[name], None
+    if plan.device == "cuda":
+        found = detect_hardware()
+        free = found.free_memory(1) if found.gpus else None  # else that of the CPU
+        size = fitted(size, free)
+    largest = largest_micro_batch(size, free)
+    try:
+        result = _compare_at(name, size, plan, clock, say, largest=largest)
+        return result | {"micro_batch": size.mini_batch_size, "halved": False}
+    except CheckError as error:
+        if (
+            plan.device == "cpu"
+            or size.mini_batch_size < 2
+            or not _OUT_OF_MEMORY.search(str(error))
+        ):
+            raise
+        say(f"  micro-batch {size.mini_batch_size} does not fit, so half of it: {error}")
+    size = halved(size)
+    result = _compare_at(name, size, plan, clock, say, largest=size.mini_batch_size)
+    return result | {"micro_batch": size.mini_batch_size, "halved": True}
 
 
 def _compare_at(
-    name: SizeName, plan: Plan, clock: _Clock, say: Callable[[str], None]
+    name: SizeName,
+    size: Size,
+    plan: Plan,
+    clock: _Clock,
+    say: Callable[[str], None],
+    *,
+    largest: int | None,
 ) -> dict[str, Any]:
-    size = SIZES[name]
     with tempfile.TemporaryDirectory(prefix="gpt2lab-benchmark-") as scratch:
         folder = Path(scratch)
-        contestants = _contestants(plan, name, folder)  # a peer that has changed is refused at once
+        contestants = _contestants(plan, size, folder)  # a peer that has changed is refused at once
+        fits = fitting(contestants, largest)
+        too_large = [c.name for c in contestants if c not in fits]
         tokens = (
             text_tokens(_CPU_TOKENS, vocab_size=size.vocab_size)
             if plan.device == "cpu"
@@ -131,7 +175,9 @@ def _compare_at(
             f"\n{name}: {size.tokens:,} tokens a step, {size.flops_per_token / 1e6:,.1f} MFLOP/token"
         )
         say(ceilings.describe(best))
-        entries = [race.Entry(c, []) for c in contestants]
+        for left_out in too_large:
+            say(f"  {left_out}: left out, the planner says that its micro-batch does not fit")
+        entries = [race.Entry(c, []) for c in fits]
         _race(entries, plan, clock, say)
         ran = [entry for entry in entries if entry.runs]
         inside = _look_inside(ran, plan, clock, say)
@@ -152,7 +198,7 @@ def _compare_at(
             "ceilings": best.as_json(),
             "trainers": rows,
             "failed": {entry.name: entry.failed for entry in entries if entry.failed},
-            "left_out": [e.name for e in entries if not (e.runs or e.failed)],
+            "left_out": [*too_large, *(e.name for e in entries if not (e.runs or e.failed))],
         }
         if plan.profile:
             result["profile"] = _profiles(ran, inside, say)
@@ -219,9 +265,7 @@ def _look_inside(
     return found
 
 
-def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
-    size = SIZES[name]
-
+def _contestants(plan: Plan, size: Size, folder: Path) -> list[Contestant]:
     def place(label: str) -> Place:
         own = folder / label
         own.mkdir()
@@ -232,7 +276,13 @@ def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
     return found + [  # last: they are left out first where time is short
         ours(place(f"variant_{label}"), size, dtype="auto", variant=(label, VARIANTS[label]))
         for label in plan.variants
+        if plan.device == "cpu" or size.mini_batch_size * VARIANTS[label].micro_batch >= 1
     ]
+
+
+def fitting(contestants: Sequence[Contestant], largest: int | None) -> list[Contestant]:
+    """Return those whose micro-batch is at most `largest`, the largest that fits; None: unknown, so all."""
+    return [c for c in contestants if largest is None or c.size.mini_batch_size <= largest]
 
 
 def _empty(contestant: Contestant) -> None:

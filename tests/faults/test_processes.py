@@ -90,6 +90,27 @@ def test_row_12_an_error_in_one_process(rank, run, reference):
     run.resumes_as(reference(2), world=2)
 
 
+def test_row_11_a_survivor_is_aborted_100_ms_later(run, reference, tmp_path):
+    """As NCCL's watchdog does where it is left on: whatever the rescue had reached, a checkpoint is whole."""
+    run.flags, died = ("--checkpoint_freq=5", f"--max_steps={STEPS}"), tmp_path / "died"
+    program = python_program(
+        tmp_path,
+        "import os, pathlib, threading, time\n"
+        f"died, kill = pathlib.Path({str(died)!r}), os.kill\n"
+        "def tell(pid, number):\n    died.touch()\n    kill(pid, number)\nos.kill = tell\n"
+        "def watch():\n    while not died.exists():\n        time.sleep(0.001)\n"
+        "    time.sleep(0.1)\n    os.abort()\n"
+        "if os.environ['RANK'] == '0' and not died.exists():\n"
+        "    threading.Thread(target=watch, daemon=True).start()",
+    )
+    fault = f"{PACE};step:kill9@13,rank=1"
+    assert run.finish(world=2, program=program, FAULT=fault) != 0
+    assert run.saved()[:2] == [5, 10]
+    assert run.resume(world=2) == 0, run.errors()
+    assert run.events("resume")[0]["from_step"] in (10, 12)
+    run.assert_equals(reference(2))
+
+
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
     program = python_program(
         tmp_path,

@@ -72,6 +72,10 @@ def test_compiling_is_announced(tmp_path):
     done = launch.train(flags_of(tmp_path, "r", "--compile=on"))
     assert done.returncode == 0, done.stderr
     assert_announced(done.stdout.splitlines(), STRETCHES)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    flags = flags_of(tmp_path, "ddp", "--compile=on")
+    done = launch.train(flags, **alone, MASTER_PORT="29533")
+    assert "compiling for DDP" in done.stdout.splitlines(), done.stderr
 
 
 # -- every command ---------------------------------------------------------------------------------------------------

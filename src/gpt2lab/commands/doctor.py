@@ -67,13 +67,13 @@ def main(argv: list[str]) -> int:
     needs = _predict(flags) if _describes_a_run(flags) else None
     if flags.json:
         facts |= {"gpus": [_as_json(gpu) for gpu in gpus], "topology": _topology(gpus) or None}
-        facts = _without_names(facts)
+        facts = without_names(facts)
         if needs is not None:
             facts["memory"] = reports.estimate_as_json(needs[0], profile_name=needs[1], window=None)
         print(json.dumps(facts, allow_nan=False))
     else:
-        _print_facts(_without_names(facts))
-        print(_without_names(_about_gpus(gpus)))
+        _print_facts(without_names(facts))
+        print(without_names(_about_gpus(gpus)))
         if needs is not None:
             print(_about_memory(needs[0]))
     if unseen:
@@ -148,12 +148,12 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
     }
 
 
-def _without_names(facts: Any) -> Any:
+def without_names(facts: Any) -> Any:
     """Return facts with ~ for the home folder, and *** for the user's and the host's name."""
     if isinstance(facts, dict):
-        return {key: _without_names(value) for key, value in facts.items()}
+        return {key: without_names(value) for key, value in facts.items()}
     if isinstance(facts, list):
-        return [_without_names(value) for value in facts]
+        return [without_names(value) for value in facts]
     if not isinstance(facts, str):
         return facts
     home = os.path.expanduser("~")

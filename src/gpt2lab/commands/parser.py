@@ -180,8 +180,8 @@ def fill(target: type[T], values: Mapping[str, Any]) -> T:
     for leaf in dataclasses.fields(target):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(hints[leaf.name]):
             given[leaf.name] = fill(hints[leaf.name], values)
-        elif leaf.name in values:
-            given[leaf.name] = values[leaf.name]
+        elif (name := leaf.name.rstrip("_")) in values:
+            given[leaf.name] = values[name]
     return target(**given)
 
 

@@ -125,7 +125,7 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
             kind, *others = get_args(kind)
             length = None if others == [...] else 1 + len(others)
         yield Flag(
-            name=leaf.name,
+            name=leaf.name.rstrip("_"),  # `from_` is Python's name of --from
             type=kind,
             about=leaf.metadata["help"],
             default=leaf.default,

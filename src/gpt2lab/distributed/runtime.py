@@ -50,6 +50,7 @@ class Runtime:
             # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             _choose_interface()
+            _keep_survivors_alive()
             timeout = datetime.timedelta(minutes=timeout_minutes)
             # torchrun's restarts share one store: without its own prefix a start finds its dead predecessor's
             # addresses there, and never connects.
@@ -167,6 +168,17 @@ class Runtime:
         if self.is_distributed and dist.is_initialized():
             dist.barrier(group=self._decisions)
             dist.destroy_process_group()
+
+
+def _keep_survivors_alive() -> None:
+    """Have torch not abort a process whose peer has died: it saves the last complete step first (heartbeat.py).
+
+    Its watchdog does so 100 ms after an error of NCCL, and its monitor some minutes later. torchrun sets 1; 3, torch's
+    own default, is a user's choice.
+    """
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def _choose_interface() -> None:

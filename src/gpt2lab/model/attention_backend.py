@@ -79,6 +79,23 @@ def choose(
     return found
 
 
+def why_not_cudnn(found: str) -> str | None:
+    """Return why a GPU that is fastest with cuDNN's attention runs flash, with cost and fix; None if it does not.
+
+    torch tries cuDNN's first from 9.15.1 on (before, it erred for lengths that 128 does not divide; pytorch#169849), on
+    Hopper and Blackwell. The wheels for CUDA 12 bring an older one.
+    """
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    if found != "flash" or torch.cuda.get_device_capability()[0] not in (9, 10) or version > 91500:
+        return None
+    cuda = (torch.version.cuda or "12").partition(".")[0]
+    return (
+        f"attention flash: steps take about 5 to 12 % longer than with cudnn, which torch runs from cuDNN 9.15.1 on, "
+        f"and this is {version // 10000}.{version // 100 % 100}.{version % 100}; "
+        f"pip install 'nvidia-cudnn-cu{cuda}>=9.15.1'"
+    )
+
+
 def for_changing_shapes() -> AbstractContextManager[None]:
     """Avoid cuDNN's kernel within the context: it builds a plan for each new shape, so for each new token."""
     return sdpa_kernel([backend for name, backend in _BACKENDS.items() if name != "cudnn"])

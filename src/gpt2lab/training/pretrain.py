@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.store import TrainState
@@ -224,7 +225,9 @@ def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
             autocast=Strategy(runtime, config.system).autocast,
         )
     )
-    return dataclasses.replace(start, attention=found)
+    slow = attention_backend.why_not_cudnn(found) if config.system.attention == "auto" else None
+    warnings = (*start.warnings, slow) if slow else start.warnings
+    return dataclasses.replace(start, attention=found, warnings=warnings)
 
 
 def build(
@@ -341,11 +344,14 @@ def _train(
 
 def _run_to_end(components: Components, session: Session) -> tuple[str | None, int]:
     """Train to the last step or to a stop; return the reason of the stop, None at the end, and the step."""
-    components.strategy.warm_up_reducer(
-        components.trained,
-        batch_size=components.start.plan.batch.micro_batch,
-        context_length=components.start.config.model.context_length,
-    )
+    is_ddp = isinstance(components.trained, DistributedDataParallel)
+    compiles = is_ddp and components.start.config.system.compile == "on"
+    with session.logger.waiting("compiling for DDP") if compiles else contextlib.nullcontext():
+        components.strategy.warm_up_reducer(
+            components.trained,
+            batch_size=components.start.plan.batch.micro_batch,
+            context_length=components.start.config.model.context_length,
+        )
     with Saver(components, session) as saver:
         evaluator = Evaluator(components, session, _open_hellaswag(components))
         trainer = Trainer(components, session, saver=saver, evaluator=evaluator)

@@ -171,6 +171,21 @@ def test_memory_and_operators_of_any_training_script(tmp_path):
     assert seconds["attention"] == seconds["communication"] == 0
 
 
+@pytest.mark.slow
+def test_a_step_of_two_optimizers_is_one_step(tmp_path):
+    """Muon trains with two; the peak is that of three steps, of which the third sees the first one's end."""
+    text = TRAINING.replace("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n")
+    text = text.replace(
+        "while True:", "second, n = torch.optim.SGD(model.parameters()), 0\nwhile True:\n    n += 1"
+    )
+    text += "    open(STEPS, 'w').write(str(n))\n"
+    (tmp_path / "train.py").write_text(f"STEPS = {str(tmp_path / 'steps')!r}\n{text}")
+    script = (str(tmp_path / "train.py"),)
+    trainer = Contestant("two", script, place_in(tmp_path), contestants._our_steps, SMALL)
+    running.measure_inside(trainer, "memory", limit_seconds=HANG_SECONDS)
+    assert (tmp_path / "steps").read_text() == "2"  # whole ones before the third's first optimizer
+
+
 def test_a_killed_benchmark_leaves_no_trainer_behind(tmp_path):
     """The fake's folder is named on the command line, so that exactly its process can be looked for."""
     fake_trainer(tmp_path)

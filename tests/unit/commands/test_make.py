@@ -39,6 +39,7 @@ LINES = {
     "test": "-m pytest",
     "test-slow": "-m pytest -m slow",
     "test-faults": "-m pytest tests/faults -m fault",
+    "first-card": "gpt2lab benchmark first-card",
 }
 
 

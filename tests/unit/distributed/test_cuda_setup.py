@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
+from gpt2lab.distributed import runtime
 from gpt2lab.distributed.compilation import resolve_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype
 from gpt2lab.distributed.strategy import Strategy
@@ -169,3 +170,15 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     )
     pretrain.check_attention(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]
+
+
+@pytest.mark.parametrize(("typed", "meant"), [(None, "0"), ("1", "0"), ("3", "3"), ("2", "2")])
+def test_torchs_watchdog_aborts_no_survivor_unless_told_to(monkeypatch, typed, meant):
+    """Who has set nothing has 1 from torchrun."""
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", typed or "1")
+    if typed is None:
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    runtime._keep_survivors_alive()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == meant
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"

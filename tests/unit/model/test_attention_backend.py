@@ -106,3 +106,22 @@ def test_the_order_is_set_after_torch_has_set_its_own(undone, monkeypatch):
         assert len(calls) == 2
     finally:
         torch._C._set_sdp_priority_order(before)
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "version", "is_slow"),
+    [
+        *(("flash", (9, 0), 91002, True), ("flash", (10, 0), 91500, True)),
+        *(("flash", (9, 0), 91501, False), ("flash", (8, 0), 91002, False)),
+        ("cudnn", (9, 0), 91002, False),
+    ],
+)
+def test_flash_on_a_hopper_is_explained(monkeypatch, found, capability, version, is_slow):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    why = attention_backend.why_not_cudnn(found)
+    assert (why is not None) == is_slow
+    if version == 91002 and why:
+        assert "5 to 12 %" in why
+        assert "this is 9.10.2; pip install 'nvidia-cudnn-cu12>=9.15.1'" in why

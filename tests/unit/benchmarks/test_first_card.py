@@ -1,0 +1,257 @@
+"""make first-card: from recorded stages of a card to its file and page; on a CPU for real."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import card_page, first_card, trainers
+from benchmarks.sizes import SIZES, VARIANTS, fitted
+from gpt2lab.errors import CheckError, ConfigError
+from gpt2lab.planner.machine import DetectedHardware
+from launch import REPOSITORY, call, environment, words_of
+
+RECORDED = REPOSITORY / "tests" / "golden" / "first_card.json"  # as of an H200, made up
+GIB = 2**30
+SMI = """#!/bin/sh
+case "$*" in
+  *driver_version,uuid*) echo "0, NVIDIA H200, 143771, 143000, 580.65, GPU-1, 0, 9.0, 90, 1980, 0x0" ;;
+  *name,driver_version*) echo "NVIDIA H200, 580.65" ;;
+esac
+"""
+
+
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORDED.read_text())
+    return found
+
+
+def run_recorded(monkeypatch, out: Path, **how: Any) -> int:
+    """Run the command with stages that return what was recorded; reliability has these `problems`."""
+    problems = how.pop("problems", [])
+
+    def act(name: str) -> Any:
+        stage = recorded()["stages"][name] | {"problems": problems if name == "reliability" else []}
+        del stage["verdict"], stage["seconds"]
+        return lambda bench: stage
+
+    stages = {name: (act(name), share) for name, (_, share) in first_card.STAGES.items()}
+    monkeypatch.setattr(first_card, "STAGES", stages)
+    plain: dict[str, Any] = {"minutes": 25, "start": "doctor", "device": "cuda", "peers": ()}
+    return first_card.run_card(out=out, **plain | how)
+
+
+def test_the_page_shows_the_predictions_that_the_command_judges():
+    page = (REPOSITORY / "docs" / "gpu_results.md").read_text()
+    groups = dict.fromkeys(one["id"].partition(".")[0] for one in card_page.predictions())
+    for group in groups:
+        assert card_page.table_of_predictions(group) in page
+    ids = [one["id"].removeprefix("sweep.") for one in card_page.predictions()]
+    assert [name for name in ids if name in VARIANTS] == list(VARIANTS)
+    assert page.partition("```bash\n")[2].startswith("make first-card\n")
+    assert len(page.split()) <= 2000
+
+
+def test_stages_become_one_file_without_names_and_paths(monkeypatch, tmp_path, capsys):
+    bad = f"{Path.home()}/secret/run.json of {platform.node()}: 3 tokens/s"
+    assert run_recorded(monkeypatch, tmp_path / "c.json", problems=[bad]) == 1
+    text = (tmp_path / "c.json").read_text()
+    assert len(text) < first_card.LARGEST
+    found, expected = json.loads(text), recorded()
+    assert found["stages"]["reliability"]["problems"] == ["run.json of ***: 3 tokens/s"]
+    assert found["stages"]["reliability"]["verdict"] == "failed"
+    for name in ("reliability", *found["stages"]):
+        for card in (found, expected):
+            card["stages"][name] |= {"seconds": 0, "problems": [], "verdict": "passed"}
+    assert found | {"commit": None} == expected | {"commit": None}
+    page = (tmp_path / "c.md").read_text()
+    assert page in capsys.readouterr().out
+    assert "| `ceilings.copy` | 4.1 to 4.5 TB/s | 4.3 | inside |" in page
+    # The stage goes on where it failed, and the rest is kept.
+    assert run_recorded(monkeypatch, tmp_path / "c.json", start="reliability") == 0
+    again = json.loads((tmp_path / "c.json").read_text())["stages"]
+    assert list(again) == list(first_card.STAGES)
+    assert again["speed"] == json.loads(text)["stages"]["speed"]
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(1, 22), (2, 27)])
+def test_a_stage_may_take_its_share_of_what_is_left(gpus, parts):
+    names, end = list(first_card.STAGES), time.monotonic() + 60 * parts
+    assert first_card._seconds_for(names[1:], end, gpus) == pytest.approx(9 * 60, rel=0.1)
+    assert first_card._seconds_for(names[-2:], end, 1) == pytest.approx(60 * parts, rel=0.1)
+
+
+def test_a_file_is_at_most_100_kb(monkeypatch, tmp_path):
+    assert run_recorded(monkeypatch, tmp_path / "c.json", problems=["x" * 1000] * 200) == 1
+    assert len((tmp_path / "c.json").read_text()) < first_card.LARGEST
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "verdict"),
+    [
+        ("NVIDIA H200", "speed.gpt2", "inside"),
+        ("NVIDIA H200", "speed.gpt2_later", "below"),
+        ("NVIDIA H200", "speed.gpt2_h100", "predicted for an H100"),
+        ("NVIDIA H100 80GB HBM3", "speed.gpt2", "predicted for an H200"),
+        ("NVIDIA H100 80GB HBM3", "speed.gpt2_h100", "inside"),
+        ("NVIDIA H100 80GB HBM3", "sweep.flash", "inside"),
+        ("NVIDIA H200", "sweep.muon", "above"),
+        ("NVIDIA H200", "speed.gpt2-xl", "not measured"),
+    ],
+)
+def test_a_prediction_is_judged_on_the_card_that_it_was_made_for(card, name, verdict):
+    assert card_page.verdicts(recorded()["stages"], card=card)[name]["verdict"] == verdict
+
+
+def test_a_wrong_curve_makes_later_speeds_untrusted(monkeypatch, tmp_path):
+    """From what pytest writes; the second call has no failure."""
+    case = '<testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>{}</testsuite>'
+    bad = '<testcase name="follows"><failure message="loss 3 != 4&#10;more"/></testcase>'
+    bench = first_card.Bench("cpu", 1, 8, (), tmp_path, 1e12)
+
+    def run(self: Any, *words: str) -> Any:
+        path = Path(words[-1].removeprefix("--junitxml="))
+        path.write_text(case.format(bad if path.stem == "curves" else ""))
+
+    monkeypatch.setattr(first_card.Bench, "run", run)
+    found = first_card.tests(bench)
+    assert found["problems"] == [
+        "a loss curve is wrong: do not trust the speeds below",
+        "follows: loss 3 != 4",
+    ]
+    assert found["counts"]["curves"] == {"passed": 1, "failed": 1, "skipped": 1}
+
+
+def test_without_a_card_that_torch_can_use_nothing_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    none = call("benchmark", "first-card", folder=tmp_path)
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr("gpt2lab.distributed.processor.build_of_torch", lambda: ("2.13.0", None))
+    unseen = call("benchmark", "first-card", folder=tmp_path)
+    for done, words in ((none, "--device cpu"), (unseen, "NVIDIA H200 with driver 580.65")):
+        assert done.returncode == 2
+        assert "NO-GO: nvidia-smi" in done.stderr.splitlines()[-1]
+        assert words in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nvidia-smi"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from=speeed"], "did you mean speed"),
+        (["--from=speed"], "there is no first_card.json to continue"),
+        (["--from=cards", "--out=c.json"], "c.json has no stage sweep; --from sweep"),
+        (["--from=sweep", "--out=c.json", "--device=cpu"], "c.json is of commit abc"),
+        (["--out=c.json"], "c.json exists"),
+        (["--from=speed", "--out=other.json"], "other.json is not a gpt2lab-card/1"),
+        (["--out=c.txt"], "end it with .json"),
+        (["--minutes=0"], "must be above 0"),
+    ],
+)
+def test_wrong_flags(words, said, tmp_path):
+    card = recorded() | {"commit": "abc"}
+    card["stages"] = {name: card["stages"][name] for name in ("doctor", "tests", "speed")}
+    (tmp_path / "c.json").write_text(json.dumps(card))
+    (tmp_path / "other.json").write_text("{}")
+    done = call("benchmark", "first-card", *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert json.loads((tmp_path / "c.json").read_text()) == card
+
+
+# -- the micro-batch of a card ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("free", "micro_batch"), [(140, 64), (79, 64), (44, 32), (23, 16), (6, 4)])
+def test_the_micro_batch_is_the_largest_power_of_two_that_fits(free, micro_batch):
+    found = fitted(SIZES["gpt2"], free * GIB)
+    assert found.mini_batch_size == micro_batch
+    assert found.tokens == SIZES["gpt2"].tokens
+
+
+def test_a_card_without_room_is_refused():
+    assert fitted(SIZES["gpt2"], None) == SIZES["gpt2"]
+    with pytest.raises(ConfigError, match="not even one sequence"):
+        fitted(SIZES["gpt2"], 2 * GIB)
+
+
+def plan(**changes: Any) -> trainers.Plan:
+    plain = (("gpt2",), (), ("auto",), "cuda", 1, 1, 2, 30.0, False, False)
+    return trainers.Plan(*plain, **changes)  # type: ignore[arg-type]
+
+
+def test_out_of_memory_halves_the_micro_batch_once(monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(trainers, "detect_hardware", lambda: DetectedHardware(()))
+
+    def compare_at(name: str, size: Any, *others: Any, largest: int | None) -> dict[str, Any]:
+        sizes.append(size.mini_batch_size)
+        if len(sizes) in fails:
+            raise CheckError("ours ended by itself: error: out of memory: CUDA out of memory.")
+        return {}
+
+    monkeypatch.setattr(trainers, "_compare_at", compare_at)
+    fails = [1]
+    assert trainers.compare(plan(), print) == {"gpt2": {"micro_batch": 32, "halved": True}}
+    assert sizes == [64, 32]
+    fails = [3, 4]
+    with pytest.raises(CheckError, match="out of memory"):
+        trainers.compare(plan(), print)
+
+
+def test_a_variant_that_does_not_fit_is_left_out(tmp_path):
+    tried = trainers._contestants(plan(variants=tuple(VARIANTS)), SIZES["gpt2"], tmp_path)
+    names = [contestant.name for contestant in trainers.fitting(tried, largest=64)]
+    assert names == ["ours", *(name for name in VARIANTS if name != "micro_double")]
+    assert trainers.fitting(tried, largest=128) == trainers.fitting(tried, largest=None) == tried
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------
+
+
+def assert_within(found: Any, known: Any, place: str) -> None:
+    """Every key that a stage writes is one of the recorded file's, with the same kind of value."""
+    if isinstance(found, dict) and place.rpartition(".")[2] not in ("operators", "ours_is_times"):
+        assert set(found) <= set(known), place
+        for key in found:
+            assert_within(found[key], known[key], f"{place}.{key}")
+    elif isinstance(found, list) and found and known:
+        assert_within(found[0], known[0], f"{place}[]")
+    elif found is not None and known is not None:
+        assert isinstance(found, type(known)) or {type(found), type(known)} <= {int, float}, place
+
+
+@pytest.mark.slow
+def test_the_whole_command_on_a_cpu(tmp_path):
+    """Interrupted in the tests, and continued there; nothing is compiled, which saves minutes."""
+    words = [*words_of("benchmark"), "first-card", "--device=cpu", "--minutes=12"]
+    extra: dict[str, Any] = {"env": environment(TORCHDYNAMO_DISABLE="1"), "cwd": tmp_path}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(words, **extra, **pipes)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("tests: at most"):
+            break
+    first.send_signal(signal.SIGINT)
+    assert "interrupted; continue with --from tests" in first.communicate()[1]
+    assert first.returncode == 1
+    done = subprocess.run([*words, "--from=tests"], **extra, **pipes, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, known = json.loads((tmp_path / "first_card.json").read_text()), recorded()
+    verdicts = {name: stage["verdict"] for name, stage in found["stages"].items()}
+    assert verdicts == dict.fromkeys(first_card.STAGES, "passed") | {"tests": "skipped"}
+    assert_within(found, known, "card")
+    assert found["stages"]["reliability"]["level"] == ["bit-identical"]
+    assert found["stages"]["cards"]["saved_after_kill"] == [19]
+    for text in (str(tmp_path), platform.node(), sys.executable, str(REPOSITORY)):
+        assert text not in json.dumps(found)
