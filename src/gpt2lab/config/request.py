@@ -46,6 +46,12 @@ class RunRequest:
         """Tell whether the planner chooses the mini batch."""
         return "mini_batch_size" in self.open_settings
 
+    @property
+    def fixes_mini_batch(self) -> bool:
+        """Tell whether the mini batch, or the batch that it divides, was typed for this start."""
+        is_typed = not self.typed.isdisjoint(("mini_batch_size", "total_batch_size"))
+        return is_typed and not self.leaves_mini_batch
+
     def over(self, saved: Config) -> Config:
         """Return saved settings with the chosen ones on top; another preset counts as choosing each of its settings."""
         names = set(self.chosen)

@@ -297,8 +297,7 @@ def _fit_mini_batch(
 
     Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
     """
-    is_typed = not request.typed.isdisjoint(("mini_batch_size", "total_batch_size"))
-    if (is_typed and not request.leaves_mini_batch) or config.model.dropout > 0:
+    if request.fixes_mini_batch or config.model.dropout > 0:
         return config, ()
     T = config.model.context_length
     batch, note = fit_mini_batch(config.batch, context_length=T, world_size=world_size)
