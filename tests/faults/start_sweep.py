@@ -85,7 +85,7 @@ class Sweep(NamedTuple):
         words = [PREPARE, str(self.folder / "texts.jsonl"), f"--out={folder / 'data'}"]
         words += ["--num_workers=2", "--tokenizer=bytes", "--val_tokens=300"]
         life = disk.live(words, arm)
-        life = life._replace(errors=re.sub(r"^.*tok/s\].*\n", "", life.errors, flags=re.M))
+        life = life._replace(errors=re.sub(r"^.*tok/s\].*\n", "", life.errors, flags=re.M).lstrip())
         found = {path.name: path.read_bytes() for path in folder.glob("data/*")}
         is_other = life.code == 0 and self.expected and found != self.expected["prepare"]
         return life, ["other files than a quiet preparation's"] if is_other else []

@@ -168,8 +168,10 @@ def serve(connection: Connection, memory: memoryview) -> None:
             error = _commit(*jobs.get(), memory)
             connection.send((time.monotonic(), error))
 
-    threading.Thread(target=work, daemon=True).start()
-    with suppress(EOFError, OSError):
+    with suppress(
+        EOFError, OSError, RuntimeError
+    ):  # no room for a thread: the trainer says that it ended
+        threading.Thread(target=work, daemon=True).start()
         while True:
             jobs.put(connection.recv())
     os._exit(0)  # also within a save: its folder has no name yet, and the next start removes it

@@ -165,8 +165,9 @@ class Verifier:
             return
         self._waiting.put(self._shards[index])
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="shard verifier", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="shard verifier", daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not start is not joined
 
     def wait(self) -> None:
         """Return when every shard touched so far is verified: a checkpoint may now rely on them.
