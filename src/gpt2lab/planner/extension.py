@@ -13,8 +13,8 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, SystemConfig
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.files import replace_durably
-from gpt2lab.planner import auto, calibration, forecast, hardware, measuring, reports
-from gpt2lab.planner.estimate import MEMORY_TARGET, estimate
+from gpt2lab.planner import auto, calibration, forecast, hardware, reports
+from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch, detect_hardware
 from gpt2lab.runs import history
@@ -120,8 +120,6 @@ class TrainingPlanner:
     ) -> dict[str, Any]:
         """Return the settings that are decided here, by their flags; see `extension.Planner`.
 
-        The rank with the least memory decides for all.
-
         Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
         """
         chosen: dict[str, Any] = {}
@@ -140,15 +138,8 @@ class TrainingPlanner:
             detected = detect_hardware(device=config.system.device)
             here = auto.job_on(detected, config, plan, train_tokens)
             if self.measures(request):
-                found = measuring.find_batch_size(
-                    here,
-                    run_dir.parent,
-                    max_batch=auto.MAX_BATCH,
-                    memory_bytes=min((some for some in memory if some is not None), default=None),
-                    target=MEMORY_TARGET,
-                    on_gpu=not detected.is_cpu,
-                )
-                chosen |= measuring.setting_of(found)
+                on_gpu = not detected.is_cpu
+                chosen |= auto.find_mini_batch(here, run_dir.parent, memory, on_gpu=on_gpu)
             if self._fits_schedule:
                 chosen["max_steps"] = auto.steps_in_window(here, detected, run_dir.parent)
         auto.check_memory(config, plan, train_tokens=train_tokens)

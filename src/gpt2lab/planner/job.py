@@ -180,13 +180,13 @@ class Job:
         """Return the same job at another length."""
         return dataclasses.replace(self, max_steps=steps)
 
+    def with_micro_batch(self, size: int) -> Job:
+        """Return the same job with other micro-batches."""
+        return self.with_settings(mini_batch_size=size)
+
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
-
-    def with_micro_batch(self, size: int) -> Job:
-        """Return the job with so many sequences in a forward pass."""
-        return self.with_settings(mini_batch_size=size)
 
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""

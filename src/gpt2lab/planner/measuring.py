@@ -100,7 +100,8 @@ def measure(
             target=predictor.profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
-        request = dataclasses.replace(request, **setting_of(search))
+        found = {"mini_batch_size": search["mini_batch_size"]}
+        request = dataclasses.replace(request, **found)
         predictor = Predictor(request, predictor.hardware)
     if request.measure:
         probe(predictor, seconds=request.seconds)
@@ -220,11 +221,6 @@ def find_batch_size(
         "tokens_per_second": {str(n): rate for n, rate in sorted(rates.items())},
         "memory_line": line,
     }
-
-
-def setting_of(search: dict[str, Any]) -> dict[str, Any]:
-    """Return what a search has found, as a setting."""
-    return {"mini_batch_size": int(search["mini_batch_size"])}
 
 
 def _fitting_sizes(
