@@ -1,16 +1,17 @@
-"""Command lines from dataclasses: a field is a flag or an argument, and all mistakes are one line.
+"""Command lines from dataclasses, by argparse: a field is a flag or an argument, and all mistakes are one line.
 
 No torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from gpt2lab import fmt
 from gpt2lab.commands import help_page
@@ -99,78 +100,29 @@ def read_words(
 
     Raises: ConfigError with all mistakes in one line, in the order of typing.
     """
-    by_name = {flag.name: flag for flag in flags if not flag.is_argument}
-    given: dict[str, Any] = {}
-    mistakes: dict[str, str] = {}
-    others: list[str] = []  # arguments, and flags that are not known
-
-    def take(flag: Flag, words: list[str]) -> None:
-        answers = ((word, elsewhere(flag.name, word)) for word in words)
-        answer = next((f"{flag.shown} {word}: {ours}" for word, ours in answers if ours), None)
-        try:
-            value = flag.read(words)
-        except ValueError as mistake:
-            mistakes[flag.name] = answer or str(mistake)
-        else:
-            given[flag.name] = given.get(flag.name, ()) + value if flag.adds else value
-
+    parser = _Parser(flags, elsewhere)
     cut = argv.index("--") if "--" in argv else len(argv)
-    for word, flag, words in _typed(argv[:cut], by_name):
-        if flag is None:
-            others.append(word)
-        elif not flag.is_switch:
-            take(flag, words)
-        elif words:
-            off = f"--no_{flag.name}"
-            mistakes[name_of(word)] = f"--{flag.name} is a switch: give it alone, or {off}"
-        else:
-            given[flag.name] = name_of(word) == flag.name
+    words = parser.plain_words(argv[:cut])
+    rest = parser.parse_known_args(words)[1]
     if passed_on is not None:
-        first = next((place for place, word in enumerate(others) if _is_flag(word)), len(others))
-        passed_on += others[first:]
-        others = others[:first]
-    strange = list(filter(_is_flag, others))
+        first = next((place for place, word in enumerate(rest) if _is_flag(word)), len(rest))
+        passed_on += rest[first:]
+        rest = rest[:first]
+    strange = list(filter(_is_flag, rest))
+    known = [flag.name for flag in flags if not flag.is_argument]
     for word in strange:
-        what = unknown(name_of(word).lstrip(" -"), by_name)
-        mistakes[name_of(word)] = f"unknown flag {word.partition('=')[0]}: {what}"
+        what = unknown(name_of(word).lstrip(" -"), known)
+        parser.mistakes[name_of(word)] = f"unknown flag {word.partition('=')[0]}: {what}"
     # Nobody knows which words are the values of an unknown flag.
-    stray = [] if strange else others + argv[cut + 1 :]
-    for flag in (flag for flag in flags if flag.is_argument):
-        count = len(stray) if flag.is_list else 1
-        if stray:
-            take(flag, stray[:count])
-        elif flag.is_list:
-            given[flag.name] = ()
-        stray = stray[count:]
+    stray = [] if strange else parser.take_arguments(rest + argv[cut + 1 :])
     order = [name_of(word) for word in argv]
-    problems = [mistakes[name] for name in sorted(mistakes, key=order.index)]
+    problems = [parser.mistakes[name] for name in sorted(parser.mistakes, key=order.index)]
     if problems or stray:
         raise ConfigError("; ".join([*problems, *_unexpected(stray)]))
-    missing = [flag for flag in flags if flag.is_required and flag.name not in given]
+    missing = [flag for flag in flags if flag.is_required and flag.name not in parser.given]
     if missing:
         raise MissingError("; ".join(f"{flag.shown} is missing: {flag.about}" for flag in missing))
-    return given
-
-
-def _typed(
-    argv: Sequence[str], by_name: Mapping[str, Flag]
-) -> Iterator[tuple[str, Flag | None, list[str]]]:
-    """Yield each flag as it was typed, with its words; and, without a flag, each word that belongs to none."""
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, (_, equals, value) = name_of(word), word.partition("=")
-        flag = by_name.get(name) or by_name.get(name.removeprefix("no_"))
-        words = [value] if equals else []
-        if flag is None or (flag.name != name and not flag.is_switch):
-            yield f"--{name}{equals}{value}" if word.startswith("--") else word, None, []
-            continue
-        while rest and not equals and (flag.is_list or not words):
-            is_text = not _is_flag(rest[0]) or (" " in rest[0] and name_of(rest[0]) not in by_name)
-            if not (rest[0].lower() in _TRUE_FALSE if flag.is_switch else is_text):
-                break
-            words.append(rest.pop(0))
-        yield word, flag, words
+    return parser.given
 
 
 def fill(target: type[T], values: Mapping[str, Any]) -> T:
@@ -187,6 +139,92 @@ def fill(target: type[T], values: Mapping[str, Any]) -> T:
 def name_of(word: str) -> str:
     """Return the name of the flag that a word is; that of a word which is none equals no flag's name."""
     return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else f" {word}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Finds the values in `given`, and in `mistakes` what is wrong, each by the flag's name."""
+
+    def __init__(self, flags: Sequence[Flag], elsewhere: Elsewhere) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.flags = {flag.name: flag for flag in flags}
+        self.elsewhere = elsewhere
+        self.given: dict[str, Any] = {}
+        self.mistakes: dict[str, str] = {}
+        for flag in flags:
+            if not flag.is_argument:
+                names = [f"--{flag.name}", *[f"--no_{flag.name}"] * flag.is_switch]
+                # That a value is missing is a mistake among others.
+                nargs = 0 if flag.is_switch else "*" if flag.is_list else "?"
+                self.add_argument(*names, dest=flag.name, nargs=nargs, action=_Take)
+
+    def error(self, message: str) -> NoReturn:
+        """Reject what argparse cannot read."""
+        raise ConfigError(message)
+
+    def plain_words(self, argv: list[str]) -> list[str]:
+        """Write flags as argparse takes them, and note the values given to switches, where it would give up.
+
+        Versions of argparse differ in which words they take for negative numbers, so these stand behind a `=`.
+        """
+        words: list[str] = []
+        rest = list(argv)
+        while rest:
+            word = rest.pop(0)
+            name, (_, equals, value) = name_of(word), word.partition("=")
+            flag = self.flags.get(name) or self.flags.get(name.removeprefix("no_"))
+            if not word.startswith("--"):
+                words.append(word)
+            elif flag is None or not flag.is_switch:
+                if flag and not equals and not flag.is_list and rest and _is_negative(rest[0]):
+                    equals, value = "=", rest.pop(0)
+                words.append(f"--{name}{equals}{value}")
+            elif equals or (rest and rest[0].lower() in _TRUE_FALSE):
+                self.mistakes[name] = (
+                    f"--{flag.name} is a switch: give it alone, or --no_{flag.name}"
+                )
+                del rest[: not equals]
+            else:
+                words.append(f"--{name}")
+        return words
+
+    def take_arguments(self, words: list[str]) -> list[str]:
+        """Give the words without a flag to the arguments in their order, and return what is left."""
+        for flag in self.flags.values():
+            if flag.is_argument and words:
+                count = len(words) if flag.is_list else 1
+                self.take(flag, words[:count])
+                words = words[count:]
+            elif flag.is_argument and flag.is_list:
+                self.given[flag.name] = ()
+        return words
+
+    def take(self, flag: Flag, words: list[str]) -> None:
+        """Note the value of a flag or argument, or the mistake in it."""
+        answers = ((word, self.elsewhere(flag.name, word)) for word in words)
+        answer = next((f"{flag.shown} {word}: {ours}" for word, ours in answers if ours), None)
+        try:
+            value = flag.read(words)
+        except ValueError as mistake:
+            self.mistakes[flag.name] = answer or str(mistake)
+        else:
+            self.given[flag.name] = self.given.get(flag.name, ()) + value if flag.adds else value
+
+
+class _Take(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, _Parser)
+        flag = parser.flags[self.dest]
+        if flag.is_switch:
+            parser.given[flag.name] = option_string == f"--{flag.name}"
+        else:
+            words = [] if values is None else [values] if isinstance(values, str) else list(values)
+            parser.take(flag, words)
 
 
 def _is_flag(word: str) -> bool:

@@ -37,7 +37,7 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
     answer = python(*program, f"--checkpoint_dir={tmp_path}")
     assert answer.returncode == 0, answer.stderr[-500:]
     imported = set(re.findall(r"^import time:.*\| +(\w+)[\w.]*$", answer.stderr, re.MULTILINE))
-    assert "gpt2lab" in imported  # the list is really what was imported
+    assert "argparse" in imported  # the list is really what was imported
     assert not imported & {"torch", "scipy", "matplotlib", "pyarrow", "datasets", "transformers"}
     if "CPU" in answer.stdout:
         assert "not calibrated" in answer.stdout
