@@ -128,7 +128,7 @@ def test_the_table_of_a_gpu_tells_its_clock():
     )
     assert rows[0]["gpu"] == [{"sm_mhz": 1755.0, "watts": 698.2, "celsius": 71.0}]
     assert rows[0]["losses"] == [5.0, 4.0, 3.0]
-    lines = race.describe(rows).splitlines()
+    lines = race.describe(rows, "an H200").splitlines()
     assert "SM MHz, W, C" in lines[0]
     assert [
         line.rstrip().endswith(end) for line, end in zip(lines[-2:], ("71", "n/a"), strict=True)
