@@ -23,6 +23,7 @@ SHRINK = (
 COMMANDS: dict[str, str | None] = {
     "make quickstart": None,  # .ci/run
     "make test": None,  # .ci/run
+    "make first-card": None,  # tests/unit/benchmarks/test_first_card.py
     "source .venv/bin/activate": None,
     "gpt2lab prepare fineweb-edu": None,  # network
     "torchrun --nproc_per_node=4 src/train.py --model gpt2 --run_name gpt2-124m --use_tensorboard": (
