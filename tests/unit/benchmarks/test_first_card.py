@@ -23,7 +23,7 @@ RECORDED = REPOSITORY / "tests" / "golden" / "first_card.json"  # as of an H200,
 GIB = 2**30
 SMI = """#!/bin/sh
 case "$*" in
-  *driver_version,uuid*) echo "0, NVIDIA H200, 143771, 143000, 580.65, GPU-1, 0, 9.0, 1980, 0x0" ;;
+  *driver_version,uuid*) echo "0, NVIDIA H200, 143771, 143000, 580.65, GPU-1, 0, 9.0, 90, 1980, 0x0" ;;
   *name,driver_version*) echo "NVIDIA H200, 580.65" ;;
 esac
 """
