@@ -29,6 +29,16 @@ _STEP = (
 )
 
 
+def damage_lines(path: Path, *numbers: int) -> bytes:
+    """Spoil lines of a log, by number from 1, and return what it was."""
+    before = path.read_bytes()
+    lines = before.splitlines(keepends=True)
+    for number in numbers:
+        lines[number - 1] = lines[number - 1][:40] + b"\n"
+    path.write_bytes(b"".join(lines))
+    return before
+
+
 def lines_of_a_start(
     steps: int,
     *,

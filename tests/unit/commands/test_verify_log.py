@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from pathlib import Path
+
 import pytest
 
 import launch
-from gpt2lab.commands.runs import verify_log
+from gpt2lab.commands.runs import remove_damaged_lines, verify_log
+from gpt2lab.errors import SaveError
 from gpt2lab.runs import history
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.history import open_log, read_events
 from gpt2lab.runs.logger import MetricsLogger
+from launch import call
+from long_logs import damage_lines, lines_of_a_start
 
 # Lines of an earlier version, without checksums.
 _OLD = b"".join(
@@ -55,3 +64,49 @@ def test_lines_of_an_earlier_version_are_not_checked(tmp_path):
     logger.close()
     assert verify_log(tmp_path) == ([], 3, 1)
     assert "crc" not in history.read_events(tmp_path)[-1]
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    (tmp_path / "metrics.jsonl").write_text("".join(lines_of_a_start(300)))
+    return tmp_path
+
+
+def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir):
+    log = run_dir / "metrics.jsonl"
+    (run_dir / "config.json").write_text("{}")
+    damage_lines(log, 5, 200)
+    with open(log, "ab") as file:
+        file.write(b'{"event": "step"')
+    spoilt, expected = log.read_bytes(), read_events(run_dir)
+    with contextlib.closing(RunFolder(run_dir)):
+        code, _, error = call("runs repair-log", run_dir)
+        assert (code, "in use by" in error) == (2, True)
+    code, said, error = call("runs repair-log", run_dir)
+    assert (code, error) == (0, "")
+    assert "metrics.jsonl line 5: not JSON" in said
+    assert "metrics.jsonl line 200: not JSON" in said
+    assert "3 damaged lines removed" in said
+    [original] = run_dir.glob("metrics.jsonl.damaged-*")
+    assert original.read_bytes() == spoilt
+    assert (open_log(run_dir).problem, read_events(run_dir)) == (None, expected)
+    assert log.read_bytes().endswith(b"\n")
+    repaired = log.read_bytes()
+    assert "no damaged line" in call("runs repair-log", run_dir)[1]
+    assert log.read_bytes() == repaired
+    assert list(run_dir.glob("metrics.jsonl.damaged-*")) == [original]
+
+
+def test_a_repair_that_fails_leaves_the_log(run_dir, monkeypatch):
+    log = run_dir / "metrics.jsonl"
+    damage_lines(log, 5)
+    before = log.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SaveError, match="cannot be repaired"):
+        remove_damaged_lines(log)
+    assert log.read_bytes() == before
+    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]

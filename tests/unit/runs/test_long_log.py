@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import re
 from collections.abc import Callable
@@ -13,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2lab.commands.runs import remove_damaged_lines
-from gpt2lab.errors import GPT2LabError, SaveError
+from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import overview, summary
 from gpt2lab.runs.events import COLUMNS
-from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, open_log, read_events, read_log
 from gpt2lab.runs.logger import MetricsLogger
-from launch import call
-from long_logs import BUDGET, lines_of_a_start, long_run_of, peak_bytes
+from long_logs import BUDGET, damage_lines, lines_of_a_start, long_run_of, peak_bytes
 
 
 @pytest.fixture
@@ -115,57 +110,6 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_long_log_costs_little_memory(long_run, name):
     """A million lines, 640 MB, must not cost over about 100 MB: as dictionaries they take 3.5 GB."""
     assert peak_bytes(READERS[name], long_run) < BUDGET
-
-
-def damage_lines(path: Path, *numbers: int) -> bytes:
-    """Spoil lines of a log, by number from 1, and return what it was."""
-    before = path.read_bytes()
-    lines = before.splitlines(keepends=True)
-    for number in numbers:
-        lines[number - 1] = lines[number - 1][:40] + b"\n"
-    path.write_bytes(b"".join(lines))
-    return before
-
-
-def test_repair_removes_damaged_lines_and_keeps_the_original(run_dir):
-    log = run_dir / "metrics.jsonl"
-    (run_dir / "config.json").write_text("{}")
-    damage_lines(log, 5, 600)
-    with open(log, "ab") as file:
-        file.write(b'{"event": "step"')
-    spoilt, expected = log.read_bytes(), read_events(run_dir)
-    with contextlib.closing(RunFolder(run_dir)):
-        code, _, error = call("runs repair-log", run_dir)
-        assert (code, "in use by" in error) == (2, True)
-    code, said, error = call("runs repair-log", run_dir)
-    assert (code, error) == (0, "")
-    assert "metrics.jsonl line 5: not JSON" in said
-    assert "metrics.jsonl line 600: not JSON" in said
-    assert "3 damaged lines removed" in said
-    [original] = run_dir.glob("metrics.jsonl.damaged-*")
-    assert original.read_bytes() == spoilt
-    assert (open_log(run_dir).problem, read_events(run_dir)) == (None, expected)
-    assert log.read_bytes().endswith(b"\n")
-    assert_says_what_the_log_says(run_dir)
-    repaired = log.read_bytes()
-    assert "no damaged line" in call("runs repair-log", run_dir)[1]
-    assert log.read_bytes() == repaired
-    assert list(run_dir.glob("metrics.jsonl.damaged-*")) == [original]
-
-
-def test_a_repair_that_fails_leaves_the_log(run_dir, monkeypatch):
-    log = run_dir / "metrics.jsonl"
-    damage_lines(log, 5)
-    before = log.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(SaveError, match="cannot be repaired"):
-        remove_damaged_lines(log)
-    assert log.read_bytes() == before
-    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_log_without_a_single_event_is_an_error(tmp_path):
