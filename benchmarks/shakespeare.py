@@ -56,11 +56,12 @@ def main(argv: list[str]) -> int:
         data = peer / "data" / "shakespeare_char"
         shutil.copy(flags.text, data / "input.txt")
         _run([sys.executable, "prepare.py"], data)
+        _run([sys.executable, "-m", "gpt2lab", "data", "import", str(data)], _ROOT / "src")
         ours = [sys.executable, "-m", "gpt2lab.train", f"--config={_ROOT}/examples/quickstart.toml"]
         ours += [f"--data_dir={data}", f"--checkpoint_dir={name}/runs", "--val_tokens=200_000"]
         theirs = [sys.executable, "train.py", "config/train_shakespeare_char.py", *_NANOGPT]
         for number in range(flags.rounds):
-            _, seconds = _run([*ours, f"--run_name={number}"], Path(name))
+            _, seconds = _run([*ours, f"--run_name={number}"], _ROOT / "src")
             lines = Path(name, "runs", str(number), "metrics.jsonl").read_text().splitlines()
             done = next(e for e in map(json.loads, lines) if e["event"] == "done")
             print(f"ours     {done['val_loss']:.4f} nats a character, {seconds:.0f} s", flush=True)

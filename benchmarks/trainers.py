@@ -229,7 +229,7 @@ def _race(entries: list[race.Entry], plan: Plan, clock: _Clock, say: Callable[[s
                     entry.contestant, warmup=plan.warmup, steps=plan.steps, limit_seconds=limit
                 )
         except CheckError as error:
-            if entry is entries[0]:
+            if entry is entries[0] and not entry.runs:  # else keep what was measured
                 raise
             entry.failed = str(error)
             say(f"  {turn}: failed: {error}")

@@ -55,13 +55,14 @@ def parse_flags(
     name, how = name or help_page.name_in(about), help_page.asked(argv)
     words = argv
     if isinstance(target, Mapping):
-        verb = next((word for word in argv if not word.startswith("-")), None)
+        typed = next((word for word in argv if not word.startswith("-")), None)
+        verb = typed and typed.replace("_", "-")
         if how and verb not in verbs:
             print(help_page.page_of_verbs(name, target, about, others=others or {}))
             raise SystemExit(0)
         if verb is None or verb not in verbs:
-            raise ConfigError(_no_verb(verb, [*verbs, *(others or {})]))
-        target, words = verbs[verb], [word for word in argv if word is not verb]
+            raise ConfigError(_no_verb(typed, [*verbs, *(others or {})]))
+        target, words = verbs[verb], [word for word in argv if word is not typed]
         name, about = f"{name} {verb}", help_page.about_verb(verbs[verb], about, f"{name} {verb}")
     flags = list(flags_of(target))
     if how:

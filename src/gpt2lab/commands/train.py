@@ -158,6 +158,7 @@ def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: b
 
 
 def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
+    from gpt2lab.config.presets import for_length
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings
@@ -167,7 +168,8 @@ def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
         raise ConfigError("; ".join(problems))
     path = paths.from_working_directory(out)
     if os.environ.get("RANK", "0") == "0":
-        write_file(path, config, leave_out=_OF_THE_PLACE - request.chosen)
+        suited = for_length(config.model.model, config.optim.optimizer, 1.0)
+        write_file(path, config, leave_out=(_OF_THE_PLACE | suited.keys()) - request.chosen)
         verb = "finetune" if request.recipe == "finetune" else "train"
         words = [*paths.command_words(verb), "--config", paths.display_path(path)]
         print(

@@ -106,7 +106,7 @@ def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = No
     return override(config or Config(), values)
 
 
-def for_length(name: ModelName, tokens: float) -> dict[str, Any]:
+def for_length(name: ModelName, optimizer: str, tokens: float) -> dict[str, Any]:
     """Return the batch and the peak rates that suit a run of so many tokens; {} for a model that was not tuned so.
 
     The batch grows with the root of the tokens, in powers of two. Long runs want lower rates of NorMuon, short runs of
@@ -114,11 +114,13 @@ def for_length(name: ModelName, tokens: float) -> dict[str, Any]:
     """
     if name not in _TUNED:
         return {}
-    tokens = min(tokens, 5e6)
+    tokens = min(max(tokens, 1.0), 5e6)
     batch = 2 ** round(math.log2(2 * tokens) / 2)
-    more = max(1.0, tokens / 3e5)
-    rates = {"max_lr": 4e-3 * min(1.0, tokens / 1e6) ** 0.5}
-    if name in _TWINS:
+    rates = {}
+    if optimizer == "adamw":
+        rates = {"max_lr": 4e-3 * min(1.0, tokens / 1e6) ** 0.5}
+    elif name in _TWINS:
+        more = max(1.0, tokens / 3e5)
         rates = {"max_lr": 4.5e-2 / more**0.5, "muon_lr": 1e-2 / more ** (1 / 3)}
     rounded = {name: float(f"{rate:.2g}") for name, rate in rates.items()}
     return {"total_batch_size": min(max(1024, batch), 4096), **rounded}

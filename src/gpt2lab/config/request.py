@@ -174,16 +174,18 @@ def fill_in(config: Config, max_steps: int) -> Config:
 def suit_length(
     config: Config, chosen: Collection[str], tokens: float, *, world_size: int
 ) -> Config:
-    """Return the settings with the batch and the rates that suit a run of so many tokens, if nobody chose any of them.
+    """Return the settings with the batch and rates that suit a run of so many tokens, but for those that were chosen.
 
-    Every rank gets a sequence of a step, or the mini batch that was chosen.
+    Every rank gets a sequence of a step, or its mini batch if that was chosen or decides the masks of dropout.
     """
-    suited = for_length(config.model.model, tokens)
-    if not suited or {*suited, "optimizer", "n_embd", "context_length"} & set(chosen):
-        return config
-    sequences = config.batch.mini_batch_size if "mini_batch_size" in chosen else 1
-    least = sequences * config.model.context_length * world_size
-    return override(config, suited | {"total_batch_size": max(suited["total_batch_size"], least)})
+    suited = for_length(config.model.model, config.optim.optimizer, tokens)
+    suited = {name: value for name, value in suited.items() if name not in chosen}
+    if "total_batch_size" in suited:
+        is_fixed = "mini_batch_size" in chosen or config.model.dropout > 0
+        sequences = config.batch.mini_batch_size if is_fixed else 1
+        least = sequences * config.model.context_length * world_size
+        suited["total_batch_size"] = max(suited["total_batch_size"], least)
+    return override(config, suited) if suited else config
 
 
 def follow_peak(config: Config, chosen: Collection[str]) -> Config:

@@ -35,10 +35,11 @@ Dtype = Literal["auto", "fp32", "bf16"]
 class Runtime:
     """Rank, world size and device of this process, and collectives among the ranks."""
 
-    def __init__(self, *, timeout_minutes: float = 60.0) -> None:
+    def __init__(self, *, timeout_minutes: float = 60.0, is_watched: bool = False) -> None:
         """Join the process group that torchrun describes in the environment, if there is one.
 
-        `timeout_minutes`: how long a collective waits for a rank; heartbeat.py ends a hang earlier and names it.
+        `timeout_minutes`: how long a collective waits for a rank. `is_watched`: heartbeat.py ends a hang earlier and
+        names it, in place of NCCL's watchdog.
         """
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -50,7 +51,8 @@ class Runtime:
             # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             _choose_interface()
-            _keep_survivors_alive()
+            if is_watched:
+                _keep_survivors_alive()
             timeout = datetime.timedelta(minutes=timeout_minutes)
             # torchrun's restarts share one store: without its own prefix a start finds its dead predecessor's
             # addresses there, and never connects.

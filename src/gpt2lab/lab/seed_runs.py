@@ -179,11 +179,9 @@ def require_own_settings(run: SeedRun) -> None:
 
     Raises: ConfigError.
     """
-    from gpt2lab.training.resolve import fresh_settings
-
-    fresh, _ = fresh_settings(run.request)
     if not (run.folder / "config.json").exists():
         return
+    fresh = fresh_start(run).config
     wanted, had = to_flat(fresh), to_flat(history.read_config(run.folder))
     for name, value in wanted.items():
         differs = value not in (None, "auto") and had[name] != value
@@ -232,7 +230,7 @@ def run_all(
             if done := [other for other in runs if other.seed not in waiting]:
                 refresh(done)
             if jobs > 1:
-                say(f"{run.name} is complete: {len(complete)} of {len(runs)} runs")
+                say(f"{run.name} has ended: {len(complete)} of {len(runs)} runs")
     except KeyboardInterrupt:
         if SaveError.exit_code in trainers.stop():
             raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None

@@ -86,6 +86,8 @@ def why_not_cudnn(found: str) -> str | None:
     Hopper and Blackwell. The wheels for CUDA 12 bring an older one.
     """
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    if torch.are_deterministic_algorithms_enabled():  # which excludes it
+        return None
     if found != "flash" or torch.cuda.get_device_capability()[0] not in (9, 10) or version > 91500:
         return None
     cuda = (torch.version.cuda or "12").partition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import time
@@ -239,11 +240,10 @@ def start_of(request: EstimateRequest, now: float) -> float:
 
 
 def _moment(name: str, text: str) -> float:
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        why = "is neither a span (12h) nor a time (2026-12-24 18:00)"
-        raise ConfigError(f"--{name} {text!r} {why}") from None
+    for form in ("%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d"):
+        with contextlib.suppress(ValueError, OverflowError):
+            return datetime.datetime.strptime(text, form).timestamp()
+    raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
 
 
 def settings_of(request: JobFlags) -> Config:

@@ -233,8 +233,8 @@ class Crowding:
         )  # its threads run already
         if not self._looks:
             self._logger.warn(
-                "other programs keep the processors busy, and threads that wait spin, which can be 4 times slower: "
-                "Ctrl+C and --resume latest go on without spinning",
+                "more runs than there are processors, and threads that wait spin, which can be 4 times slower: "
+                "Ctrl+C and --resume latest beside such programs go on without spinning",
                 step,
             )
 

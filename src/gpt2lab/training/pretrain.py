@@ -92,7 +92,10 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(timeout_minutes=request.timeout_minutes)
+    runtime = Runtime(
+        timeout_minutes=request.timeout_minutes,
+        is_watched=request.config.system.hang_seconds > 0,
+    )
     observers = Extensions(extensions, warn=_warn)
     folder: RunFolder | None = None
     try:

@@ -302,9 +302,10 @@ def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Sett
 def _suit_length(
     request: RunRequest, config: Config, order: Order | Mixture, world_size: int
 ) -> Config:
-    """Give a fresh run of a preset the batch and the rates for its length, where nobody chose any of them."""
+    """Give a fresh run of a preset the batch and the rates for its length, but for those that were chosen."""
     length = config.length
-    if length.max_steps or config.init.init_from or request.recipe != "pretrain":
+    in_steps = length.max_steps or "max_steps" in request.open_settings
+    if in_steps or config.init.init_from or request.recipe != "pretrain":
         return config
     windows = (length.num_epochs or 1.0) * order.windows_per_epoch
     tokens = length.max_tokens or windows * config.model.context_length
