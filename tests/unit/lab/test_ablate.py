@@ -22,6 +22,7 @@ from gpt2lab.lab.ablation import Curve, TableRow, compare, reach, read_curve, wr
 from gpt2lab.lab.seed_runs import SeedRun, check_runs, run_all
 from gpt2lab.lab.stats import OverSeeds, over_seeds
 from gpt2lab.report.plots import View, draw_table
+from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import TINY, parse, pretrain
 
@@ -166,16 +167,17 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
-def test_the_vocabulary_follows_the_data(shared, started, tmp_path, capsys):
+def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, capsys):
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
     flags = [flag for flag in shared if not flag.startswith(("--vocab_size", "--data_dir"))]
-    flags.append(f"--data_dir={tmp_path / 'data'}")
+    flags += [f"--data_dir={tmp_path / 'data'}", "--model=gpt2-micro"]
     settings = {"a": [], "b": ["--max_lr=0.01"]}
     run_all(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
     run_all(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
     assert len(started) == 2
     assert capsys.readouterr().err.endswith("[2/2] b_seed1: complete\n")
+    assert history.read_config(tmp_path / "out" / "a_seed1").optim.max_lr == 1.1e-4
 
 
 def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
