@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import HANG_SECONDS
+from launch import HANG_SECONDS, without_progress
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "contracts.json"
@@ -404,7 +404,7 @@ def refusal(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Return what a program's caller can act on: the exit code, one line on stderr, the flags it names."""
     return {
         "exit code": answer.returncode,
-        "one line on stderr": answer.stderr.count("\n") == 1
+        "one line on stderr": without_progress(answer.stderr).count("\n") == 1
         and answer.stderr.startswith("error: "),
         "stdout": bool(answer.stdout),
         "flags named": sorted(set(re.findall(r"--[a-z_]+", answer.stderr))),

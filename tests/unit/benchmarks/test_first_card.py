@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import card_page, first_card, trainers
@@ -244,6 +245,8 @@ def test_the_whole_command_on_a_cpu(tmp_path):
     for line in first.stdout:
         if line.startswith("tests: at most"):
             break
+    while not psutil.Process(first.pid).children():  # its pytest has begun
+        time.sleep(0.05)
     first.send_signal(signal.SIGINT)
     assert "interrupted; continue with --from tests" in first.communicate()[1]
     assert first.returncode == 1
