@@ -6,8 +6,9 @@ import signal
 from dataclasses import dataclass
 
 import pytest
+from harness import PACE, FaultRun
 
-import launchfrom harness import PACE, FaultRun
+import launch
 
 pytestmark = pytest.mark.fault
 
