@@ -117,6 +117,7 @@ def test_the_order_is_set_after_torch_has_set_its_own(undone, monkeypatch):
     ],
 )
 def test_flash_on_a_hopper_is_explained(monkeypatch, found, capability, version, is_slow):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
