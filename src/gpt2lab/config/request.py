@@ -217,7 +217,7 @@ def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
         # The file may have been edited: a value that does not follow was chosen.
         known = FOLLOWS if steps is not None else {"min_lr"}
         edited = (known & values.keys()) - _following(config.optim, steps)
-        return frozenset(name for name in recorded if name in LEAVES) | edited
+        return frozenset(name for name in LEAVES if name in recorded) | edited
     plain = to_flat(with_full_paths(preset(config.model.model, optimizer=config.optim.optimizer)))
     now = to_flat(config)
     chosen = {name for name in values if name in LEAVES and now[name] != plain[name]}
