@@ -150,10 +150,8 @@ def system_errors_as(
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell whether an error says that memory is used up, a GPU's or a CPU's, or that no thread or process can start."""
     if isinstance(error, OSError):
-        # A full pipe, too, is EAGAIN, but counts what was written.
-        return error.errno in (errno.ENOMEM, errno.EAGAIN) and not hasattr(
-            error, "characters_written"
-        )
+        is_full_pipe = hasattr(error, "characters_written")  # EAGAIN too
+        return error.errno in (errno.ENOMEM, errno.EAGAIN) and not is_full_pipe
     words = r"DefaultCPUAllocator: .*memory|std::bad_alloc|Cannot allocate memory|can't start new thread"
     if isinstance(error, ImportError):  # a library has no room for its code
         return "failed to map segment from shared object" in str(error)

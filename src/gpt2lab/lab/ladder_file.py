@@ -119,14 +119,17 @@ class Family:
     def request(self, values: dict[str, Any], factor: float) -> RunRequest:
         """Return the request of a run with these settings, at the rate of the rule times a factor."""
         request = make_request(read_values(values))
-        if self.rate is None:
-            return request
-        config = request.config
-        factor *= self.rate.factor(config.model.n_embd, values["max_tokens"])
-        rates = {"max_lr": float(f"{self.rate.max_lr * factor:.6g}")}
-        if config.optim.muon_lr is not None:
-            rates["muon_lr"] = float(f"{config.optim.muon_lr * factor:.6g}")
-        return request.with_settings(**rates)
+        optim = request.config.optim
+        rates = {"max_lr": optim.max_lr, "muon_lr": optim.muon_lr}
+        if self.rate is not None:
+            factor *= self.rate.factor(request.config.model.n_embd, values["max_tokens"])
+            rates = {"max_lr": self.rate.max_lr * factor, "muon_lr": optim.muon_lr}
+            if optim.muon_lr is not None:
+                rates["muon_lr"] = optim.muon_lr * factor
+        # Chosen, so that no rung takes those that suit its own length.
+        batch = request.config.batch.total_batch_size
+        fixed = {name: float(f"{rate:.6g}") for name, rate in rates.items() if rate is not None}
+        return request.with_settings(total_batch_size=batch, **fixed)
 
 
 def read_family(what: str, out: Path | None = None) -> Family:

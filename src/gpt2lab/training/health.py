@@ -228,13 +228,12 @@ class Crowding:
         if not self._looks or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 60 / MINUTE_OF_LOOKS
-        self._looks = (
-            self._looks - 1 if is_crowded(1) else MINUTE_OF_LOOKS
-        )  # its threads run already
+        # This run's own threads are among those that run.
+        self._looks = self._looks - 1 if is_crowded(1) else MINUTE_OF_LOOKS
         if not self._looks:
             self._logger.warn(
-                "more runs than there are processors, and threads that wait spin, which can be 4 times slower: "
-                "Ctrl+C and --resume latest beside such programs go on without spinning",
+                "more threads run than there are processors, and this run's spin while they wait, which can be 4 times "
+                "slower; Ctrl+C and --resume latest: a start beside busy programs does not spin",
                 step,
             )
 

@@ -85,6 +85,9 @@ def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
     micro = {"model": "modern-micro", "n_embd": 32}
     assert rates(family, "a-64", **micro) == (0.005, 0.0025)
     assert rates(family, "a-64", **micro, optimizer="adamw") == (0.005, None)
+    # No rung takes the batch or the rates that suit its own length.
+    fixed = {"total_batch_size", "max_lr", "muon_lr"}
+    assert fixed <= family.request({**family.rungs["a-64"], **micro}, 1.0).chosen
 
 
 def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
