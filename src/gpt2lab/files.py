@@ -1,7 +1,5 @@
 """Read files as what they must be, and write files that survive a crash: on the disk before they get their name."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

@@ -1,7 +1,5 @@
 """The documents of a training split by number. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether the Hugging Face Hub can be reached, checked before its libraries retry for most of a minute."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -3,8 +3,6 @@
 The loader has no position to save: the caller names the first sample, and a resume names it again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

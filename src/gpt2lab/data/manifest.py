@@ -1,7 +1,5 @@
 """shards.json: what a data folder holds, and its own hash, which is the data's fingerprint."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ Windows have stride T and take T + 1 tokens, so each token of a shard is a targe
 targets left at a shard's end are never visited and are counted in `unused_targets`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Literal
 

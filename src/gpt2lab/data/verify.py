@@ -1,7 +1,5 @@
 """Checks of a folder of shards: every byte against shards.json, and statistics of its documents."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Where two runs first differ: by their logs, by the hashes of their checkpoints, by tensors, and by replays."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass

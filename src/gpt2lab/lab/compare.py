@@ -1,7 +1,5 @@
 """Whether two evaluations, or two groups of runs over several seeds, differ by more than noise. No torch."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ A group's part of the difference is the sum over its tokens divided by the numbe
 split add up to the whole. Standard errors are over documents, as those of the losses are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The two answer different questions and are never added. Over seeds: would other 
 the same documents? Over documents: would other documents show it as well, with the same trained models?
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ difference of two settings that were trained with the same seed, one value per s
 draws from one Gaussian with unknown mean and variance.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

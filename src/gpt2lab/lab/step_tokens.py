@@ -1,7 +1,5 @@
 """The tokens that a step trained on, from the run's records and checked against the logged hash."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each function maps windows of ids, (N, T + 1), or places of targets to the number of each target's group, (N, T).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What each sample of a step contributes to its loss and gradient, and what is unusual about its tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -3,8 +3,6 @@
 The page (charts.py) and the pictures of `plot` (plots.py) draw the same panels. No torch.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ jinja2 fills page.html and escapes every value, so that no text of a model becom
 of the page allows only its own style sheet and its own script, by their hashes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import time

@@ -4,8 +4,6 @@ A pipe that nobody reads, or a terminal stopped by Ctrl+S, blocks a program that
 output is written only as far as its reader takes it, and for standard error after `never_wait_for_stderr`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import select

@@ -3,8 +3,6 @@
 The file of a step holds {step, attempt, tasks: {name: {task, n, num_fewshot, metrics: {name: {value, se}}}}}. No torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import re

@@ -1,7 +1,5 @@
 """metrics.jsonl: the form of its lines, and how a line is read. No torch."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from math import isfinite, nan

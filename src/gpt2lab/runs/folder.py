@@ -1,7 +1,5 @@
 """A run's folder on disk: lock, config.json, run.json, status.json. Only rank 0 uses it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

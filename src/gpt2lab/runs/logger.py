@@ -4,8 +4,6 @@ Only rank 0 writes; the other ranks hold a MetricsLogger without a folder. A ful
 metrics.jsonl cannot take stay in memory until it can, and no checkpoint is written before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The state of every run in a folder, read from the files of the runs while they train. No torch, no locks."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run as text: the report at the end of a start, its checkpoints, and the commands that continue it. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import string
 import time

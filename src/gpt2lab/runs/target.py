@@ -1,7 +1,5 @@
 """What a name means: a run, a checkpoint, or a Hugging Face GPT-2 on disk or on the Hub. No torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weights that a target names, as a model of ours on the CPU."""
 
-from __future__ import annotations
-
 import torch
 
 from gpt2lab.checkpoint.store import load_model

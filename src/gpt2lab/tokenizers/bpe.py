@@ -1,7 +1,5 @@
 """Train a byte-level BPE on texts. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from gpt2lab.errors import DataError

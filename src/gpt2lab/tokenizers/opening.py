@@ -1,7 +1,5 @@
 """Which tokenizer a name, a file, a folder or a manifest means. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

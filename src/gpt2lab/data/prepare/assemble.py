@@ -1,7 +1,5 @@
 """Finished groups, or the folders of parts -> one folder of shards with its manifest."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

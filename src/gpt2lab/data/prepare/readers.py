@@ -1,7 +1,5 @@
 """Read documents from files in a fixed order, in little memory; an unusable record yields an error in its place."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import csv

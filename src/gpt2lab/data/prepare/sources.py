@@ -1,7 +1,5 @@
 """Sources of text: a name for the data folder, and files in a fixed order."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

@@ -5,8 +5,6 @@ both sides, and neither the order of files nor the number of processes decides a
 to a cap of tokens; what is beyond the cap is used in neither split.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass
