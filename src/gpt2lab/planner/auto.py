@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, SystemConfig
+from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName
 from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError, NoSourceError
-from gpt2lab.planner import calibration, hardware, measuring
+from gpt2lab.planner import calibration, hardware
 from gpt2lab.planner.estimate import (
     MEMORY_TARGET,
     Estimate,
@@ -37,20 +37,12 @@ from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
 from gpt2lab.training.start import Start
 
-MAX_BATCH = 128  # largest mini batch that a search tries
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
 PRESET_MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
 _ENOUGH = 4  # sequences from which recomputing costs more than a larger mini batch saves
 # The cheapest in time first.
 _MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "block")
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
-
-
-def free_memory(system: SystemConfig) -> float | None:
-    """Return the bytes that this rank could use, None where unknown."""
-    return detect_hardware(device=system.device).free_memory(
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
 
 
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
@@ -131,24 +123,6 @@ def estimate_here(start: Start) -> Estimate | None:
     with contextlib.suppress(NoSourceError):
         return estimate(job, calibration.this_machine(detected, known, records, job), known)
     return None
-
-
-def find_mini_batch(
-    job: Job, checkpoint_dir: Path, memory: Sequence[float | None], *, on_gpu: bool
-) -> dict[str, Any]:
-    """Return the mini batch that a search finds, by its flag; the rank with the least `memory` decides for all.
-
-    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer fails.
-    """
-    found = measuring.find_batch_size(
-        job,
-        checkpoint_dir,
-        max_batch=MAX_BATCH,
-        memory_bytes=min((some for some in memory if some is not None), default=None),
-        target=MEMORY_TARGET,
-        on_gpu=on_gpu,
-    )
-    return {"mini_batch_size": int(found["mini_batch_size"])}
 
 
 def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:

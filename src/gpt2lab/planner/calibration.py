@@ -12,13 +12,12 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt2lab.config.schema import ModelConfig, Parallel
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
 from gpt2lab.errors import NoSourceError
@@ -34,18 +33,6 @@ FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
 WINSOR = 8.0  # a step longer than this many medians counts as that
 SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}  # of single rates, relative
-
-
-@dataclass(frozen=True)
-class MachineKind:
-    """What two runs must have in common for the speed of one to predict that of the other."""
-
-    device: str
-    world: int
-    threads: int | None
-    dtype: str
-    compile: bool
-    parallel: Parallel = "ddp"  # at world size 1, too
 
 
 def mean_step(seconds: Sequence[float] | np.ndarray) -> float:
@@ -148,15 +135,18 @@ def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
 
 
 def calibrate(
-    prior: Rates, records: Sequence[Mapping[str, Any]], kind: MachineKind, *, spread: float
+    prior: Rates, records: Sequence[Mapping[str, Any]], kind: Mapping[str, Any], *, spread: float
 ) -> tuple[Rates, dict[str, float]]:
-    """Return rates fitted to this kind of machine's records, and the cost ratios of its events."""
+    """Return rates fitted to this kind of machine's records, and the cost ratios of its events.
+
+    `kind`: keys that a record must have in common with the run to predict, with their values; None: any.
+    """
     mine = [
         record
         for record in records
         if all(
             record.get(key, "ddp") == value  # parallel is absent in older lines
-            for key, value in asdict(kind).items()
+            for key, value in kind.items()
             if value is not None
         )
     ]
@@ -224,7 +214,8 @@ def this_machine(
         typed = os.environ.get("OMP_NUM_THREADS", "")
         alone = int(typed) if typed.isdigit() else processor.cores() if world_size == 1 else 1
         used = threads or alone
-    kind = MachineKind(name, world_size, used, job.dtype, job.compiled, job.parallel)
+    kind = {"device": name, "world": world_size, "threads": used, "dtype": job.dtype}
+    kind |= {"compile": job.compiled, "parallel": job.parallel}
     if on_cpu:
         cores, bf16 = (
             min(used or 1, processor.cores()),

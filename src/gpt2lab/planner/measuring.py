@@ -30,9 +30,10 @@ from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, machine
+from gpt2lab.planner.estimate import MEMORY_TARGET
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
-from gpt2lab.planner.request import EstimateRequest, Predictor
+from gpt2lab.planner.request import MAX_BATCH, EstimateRequest, Predictor
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing, say
 from gpt2lab.runs.history import Log, read_json
@@ -55,31 +56,17 @@ _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't al
 class Trial:
     """One run of the trainer for a short while."""
 
-    events: list[dict[str, Any]]
+    log: Log
     environment: dict[str, Any]
     config: dict[str, Any]
     others: float | None
     out_of_memory: bool
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        """Return the step events."""
-        return _steps_of(self.events)
-
-    @property
-    def peak_memory(self) -> int:
-        """Return the largest memory in use, bytes."""
-        return max((event["peak_memory_bytes"] for event in self.steps), default=0)
-
-    @property
     def tokens_per_second(self) -> float | None:
         """Return the median rate after the first two steps, None if there was no third."""
-        rates = [event["tokens_per_second"] for event in self.steps[2:]]
+        rates = self.log.column("tokens_per_second")[2:].tolist()
         return statistics.median(rates) if rates else None
-
-
-def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [event for event in events if event["event"] == "step"]
 
 
 def measure(
@@ -123,9 +110,9 @@ def probe(predictor: Predictor, *, seconds: float) -> Trial:
         raise NoSourceError(
             f"mini_batch_size {job.micro_batch} does not fit this machine's memory; add --find_batch_size"
         )
-    if len(trial.steps) < FEWEST_STEPS:
+    if (taken := len(trial.log.numbers)) < FEWEST_STEPS:
         raise NoSourceError(
-            f"only {len(trial.steps)} steps in {seconds:.0f} s: too few to measure; raise --seconds or lower "
+            f"only {taken} steps in {seconds:.0f} s: too few to measure; raise --seconds or lower "
             f"--mini_batch_size"
         )
     on_cores, on_gpus = trial.others or 0.0, predictor.detected.busiest_gpu
@@ -134,7 +121,7 @@ def probe(predictor: Predictor, *, seconds: float) -> Trial:
     if others > TOO_BUSY:
         raise NoSourceError(f"this machine is busy: {busy} while measuring; wait until it is idle")
     record = calibration.record_of(
-        Log.of(trial.events),
+        trial.log,
         trial.environment,
         trial.config,
         others=None if trial.others is None else others,
@@ -155,38 +142,14 @@ def with_accumulation(job: Job, accumulation: int) -> Job:
     return job.with_settings(total_batch_size=accumulation * job.micro_batch * T * job.world_size)
 
 
-class _Trials:
-    """Trials of a job's mini batches, each run once."""
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        self._job, self._folder = job, folder
-        self.by_size: dict[int, Trial] = {}
-
-    def run(self, size: int) -> Trial:
-        """Return the trial of a mini batch."""
-        if size not in self.by_size:
-            say(f"trying mini_batch_size {size} ...")
-            trial = run_trial(trial_job(self._job, size), self._folder, steps=TRIAL_STEPS)
-            if trial.tokens_per_second is None and not trial.out_of_memory:
-                raise NoSourceError(
-                    f"mini_batch_size {size}: the trial took {len(trial.steps)} of {TRIAL_STEPS} steps, too few to "
-                    f"measure its speed; give --mini_batch_size a number"
-                )
-            self.by_size[size] = trial
-        return self.by_size[size]
-
-    def fits(self, size: int) -> bool:
-        return not self.run(size).out_of_memory
-
-
 def find_batch_size(
     job: Job,
     folder: Path,
     *,
-    max_batch: int,
     memory_bytes: float | None,
-    target: float,
     on_gpu: bool,
+    max_batch: int = MAX_BATCH,
+    target: float = MEMORY_TARGET,
 ) -> dict[str, Any]:
     """Return the mini batch to use: the fastest near the largest that fits.
 
@@ -194,25 +157,37 @@ def find_batch_size(
 
     Raises: NoSourceError if not even one sequence fits, or a trial was too short; ConfigError if the trainer fails.
     """
-    sizes, trials = mini_batch_sizes(job.sequences, at_most=max_batch), _Trials(job, folder)
-    if not trials.fits(sizes[0]):
+    sizes, trials = mini_batch_sizes(job.sequences, at_most=max_batch), dict[int, Trial]()
+
+    def fits(size: int) -> bool:
+        if size not in trials:
+            say(f"trying mini_batch_size {size} ...")
+            trial = trials[size] = run_trial(trial_job(job, size), folder, steps=TRIAL_STEPS)
+            if trial.tokens_per_second is None and not trial.out_of_memory:
+                raise NoSourceError(
+                    f"mini_batch_size {size}: the trial took {len(trial.log.numbers)} of {TRIAL_STEPS} steps, too few "
+                    f"to measure its speed; give --mini_batch_size a number"
+                )
+        return not trials[size].out_of_memory
+
+    if not fits(sizes[0]):
         raise NoSourceError(
             "not even one sequence at a time fits this machine's memory; use a smaller model or context"
         )
     fitting, line = sizes, None
-    if len(sizes) > 1 and memory_bytes is not None and trials.fits(sizes[1]):
-        fitting, line = _fitting_sizes(job, sizes, trials, target * memory_bytes, on_gpu=on_gpu)
+    if len(sizes) > 1 and memory_bytes is not None and fits(sizes[1]):
+        peaks = [trials[size].log.peak_memory() or 0 for size in sizes[:2]]
+        fitting, line = _fitting_sizes(job, sizes, peaks, target * memory_bytes, on_gpu=on_gpu)
     # On a slow device larger is not faster: sizes with steps longer than STEP_SECONDS are left out.
-    rate = max(trial.tokens_per_second or 0.0 for trial in trials.by_size.values())
+    rate = max(trial.tokens_per_second or 0.0 for trial in trials.values())
     most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
     top = max((n for n in fitting if n <= most), default=fitting[0])
-    while not trials.fits(top) and top > sizes[0]:
+    while not fits(top) and top > sizes[0]:
         top = max(n for n in fitting if n < top)
     lower = (max((n for n in fitting if n <= top / part), default=fitting[0]) for part in (2, 4))
     for n in sorted({top, *lower}):
-        trials.run(n)
-    tried = {n: trial for n, trial in trials.by_size.items() if n in fitting}
-    rates = {n: one.tokens_per_second or 0.0 for n, one in tried.items() if not one.out_of_memory}
+        fits(n)
+    rates = {n: trials[n].tokens_per_second or 0.0 for n in trials if n in fitting and fits(n)}
     chosen = min(n for n, rate in rates.items() if rate >= 0.99 * max(rates.values()))
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
@@ -224,9 +199,11 @@ def find_batch_size(
 
 
 def _fitting_sizes(
-    job: Job, sizes: list[int], trials: _Trials, budget: float, *, on_gpu: bool
+    job: Job, sizes: list[int], peaks: list[int], budget: float, *, on_gpu: bool
 ) -> tuple[list[int], dict[str, float]]:
     """Return the sizes whose predicted memory is within `budget` bytes, and the line through the two smallest.
+
+    `peaks`: what trials of these two used, bytes.
 
     A run needs more than a trial: it accumulates, and has all its ranks. The closed form adds the difference.
     """
@@ -235,7 +212,6 @@ def _fitting_sizes(
         return trial_job(job, size).memory(on_gpu=on_gpu).tensors
 
     small, large = sizes[:2]
-    peaks = [trials.run(size).peak_memory for size in (small, large)]
     # A small step may need less than the start of the run; the closed form is the floor of the slope.
     slope = max((peaks[1] - peaks[0]) / (large - small), trial_bytes(2) - trial_bytes(1))
     offset = peaks[0] - slope * small
@@ -280,7 +256,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: in
             why = lines[-1].removeprefix("error: ") if lines else err.strip().splitlines()[-1:]
             raise ConfigError(f"the trainer rejects this run: {why}")
         return Trial(
-            events=history.read_events(run_dir),
+            log=Log.of(history.read_events(run_dir)),
             environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
             config=read_json(run_dir / "config.json") or {},
             others=others,
@@ -318,7 +294,7 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
                 if seconds is None:
                     continue
                 if steps < FEWEST_STEPS:
-                    steps = len(_steps_of(history.read_events(run_dir)))
+                    steps = len(history.open_log(run_dir).numbers)
                     first_step = min(first_step, now) if steps else math.inf
                 elif now - first_step > seconds:
                     (run_dir / _STOP_FILE).touch()

@@ -33,6 +33,7 @@ from gpt2lab.planner.memory import Dtype
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
 MOST_TOKENS = 10**17
+MAX_BATCH = 128  # largest mini batch that a search tries
 DEFAULT_TOKENS = 10_000_000_000  # the full run of the README, where no length is given
 # Settings of the trainer that describe a job; their flags have the same names.
 SETTINGS = (
@@ -131,7 +132,7 @@ class EstimateRequest(JobFlags):
     find_batch_size: bool = option(
         False, "find by trial the fastest mini batch that fits this machine's memory"
     )
-    max_batch: int = option(128, "largest mini batch that --find_batch_size tries", least=1)
+    max_batch: int = option(MAX_BATCH, "largest mini batch that --find_batch_size tries", least=1)
 
     deadline: str | None = option(
         None, "when the run must end: 12h, 1d6h, or a time like '2026-12-24 18:00'"

@@ -15,7 +15,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
 from gpt2lab.planner import calibration, measuring, request, timing
-from gpt2lab.planner.calibration import MachineKind, this_machine
+from gpt2lab.planner.calibration import this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
@@ -24,6 +24,8 @@ from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from gpt2lab.runs.history import Log
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
+KIND = {"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False}
+KIND |= {"parallel": "ddp"}
 
 
 def test_rates_are_recovered_from_runs_of_different_shapes():
@@ -56,14 +58,13 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     records = calibration.read(tmp_path)
     assert len(records) == 3
     prior = timing.processor(1e11, KNOWN, bf16=False)
-    kind = MachineKind("x", 1, 2, "fp32", False)
-    rates, ratios = calibration.calibrate(prior, records, kind, spread=1.0)
+    rates, ratios = calibration.calibrate(prior, records, KIND, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
     assert ratios == {"eval": 0.3}
-    busy, _ = calibration.calibrate(prior, [records[2]], kind, spread=1.0)
+    busy, _ = calibration.calibrate(prior, [records[2]], KIND, spread=1.0)
     assert busy.sigma(amount) > rates.sigma(amount)
-    other = MachineKind("z", 1, 2, "fp32", False)
+    other = KIND | {"device": "z"}
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
 
 
@@ -75,8 +76,7 @@ def test_recomputing_costs_time_and_is_learned_as_what_it_was():
     )
     assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
     prior = timing.processor(1e11, KNOWN, bf16=False)
-    kind = MachineKind("x", 1, 2, "fp32", False)
-    learned, _ = calibration.calibrate(prior, [record(recompute="block")], kind, spread=1.0)
+    learned, _ = calibration.calibrate(prior, [record(recompute="block")], KIND, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
 
@@ -87,7 +87,7 @@ def test_runs_that_share_in_another_way_do_not_count():
     by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     for mode, seconds in (("ddp", 0.5), ("fsdp", 2.0)):
-        kind = MachineKind("x", 2, 2, "fp32", False, mode)  # type: ignore[arg-type]
+        kind = KIND | {"world": 2, "parallel": mode}
         rates, _ = calibration.calibrate(prior, [by_ddp, by_fsdp], kind, spread=1.0)
         assert rates.observations == 1
         assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
@@ -100,8 +100,7 @@ def test_muons_rounds_cost_time_and_are_learned_as_what_they_were():
 
     prior = timing.processor(1e11, KNOWN, bf16=False)
     assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
-    kind = MachineKind("x", 1, 2, "fp32", False)
-    learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], kind, spread=1.0)
+    learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], KIND, spread=1.0)
     assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
     assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
 
@@ -177,9 +176,8 @@ def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatc
     config = preset("gpt2-nano")
     environment = {"device": card.name, "world_size": 1, "threads": 2, "dtype": "bf16"}
     environment |= {"compile": "on", "mini_batch_size": config.batch.mini_batch_size}
-    trial = measuring.Trial(
-        events, environment, vars(config.model) | vars(config.batch), 0.01, out_of_memory=False
-    )
+    flat = vars(config.model) | vars(config.batch)
+    trial = measuring.Trial(Log.of(events), environment, flat, 0.01, out_of_memory=False)
     monkeypatch.setattr(measuring, "run_trial", lambda *_, **__: trial)
     asked = Predictor(EstimateRequest(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
     if verdict == "rejected":

@@ -14,7 +14,7 @@ import launch
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner import auto, calibration, measuring
+from gpt2lab.planner import calibration, measuring
 from gpt2lab.planner.extension import TrainingPlanner
 from gpt2lab.planner.job import Job
 from gpt2lab.runs import history
@@ -128,9 +128,9 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
     assert offered == [2e9]
     system = start.config.system
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    quarter = auto.free_memory(system)
+    quarter = TrainingPlanner().free_memory(system)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    alone = auto.free_memory(system)
+    alone = TrainingPlanner().free_memory(system)
     assert alone is not None
     assert quarter == pytest.approx(alone / 4, rel=0.1)
     assert choose(parse(tiny_flags), [None]) == {}

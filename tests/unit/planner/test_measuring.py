@@ -15,6 +15,7 @@ from gpt2lab.config.settings import LEAVES, override, to_flat
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import measuring
 from gpt2lab.planner.job import Job
+from gpt2lab.runs.history import Log
 from tiny import parse
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -32,7 +33,7 @@ def small_job(model: ModelName = "gpt2-nano", *, ranks: int = 1, **settings: Any
 def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path):
     job = small_job("modern-nano", activation_checkpointing="block")
     trial = measuring.run_trial(job, tmp_path, seconds=0.9 * MARGIN_SECONDS)
-    assert len(trial.steps) >= measuring.FEWEST_STEPS
+    assert len(trial.log.numbers) >= measuring.FEWEST_STEPS
     assert trial.tokens_per_second
     assert list(tmp_path.iterdir()) == []
     wanted, plain = to_flat(job.config), to_flat(Config())
@@ -56,8 +57,9 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
     def trial(job: Job, folder: Path, **_: Any) -> measuring.Trial:
         seen.append(job.micro_batch)
         rate = {1: 0.5, 2: 0.9}[job.micro_batch]
-        step = {"event": "step", "tokens_per_second": rate, "peak_memory_bytes": 10**6}
-        return measuring.Trial([step] * 6, {}, {}, None, out_of_memory=False)
+        step = {"event": "step", "attempt": 1, "time": 1.0, "tokens_per_second": rate}
+        log = Log.of(step | {"step": n, "peak_memory_bytes": 10**6} for n in range(1, 7))
+        return measuring.Trial(log, {}, {}, None, out_of_memory=False)
 
     monkeypatch.setattr(measuring, "run_trial", trial)
     found = measuring.find_batch_size(
