@@ -1,7 +1,5 @@
 """Debian's chromium, driven over its DevTools pipe as a person would: by keys, and with an eye on errors."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

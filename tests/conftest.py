@@ -1,7 +1,5 @@
 """Shared fixtures: a tiny corpus of awkward shard sizes and the flags of a tiny model over it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A tiny GPT-2 with the real vocabulary, a few dozen conversations, and the flags of a run over both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

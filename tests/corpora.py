@@ -1,7 +1,5 @@
 """A small corpus of text, and what it becomes when it is prepared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ A test says so with one line: `works_with("peft", version("peft"), "what was com
     python tests/ecosystem.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Manifests of data in which anything was edited, with their hash made anew."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """A trainer that prints made-up steps, and the results of such trainers in a race."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks import contestants, race, running

@@ -1,7 +1,5 @@
 """Forecasts in one line, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gpt2lab.config.presets import preset

@@ -1,7 +1,5 @@
 """What a run records of its last step, to compare one that was interrupted there with one that was not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Start the trainer as users do, and read back what it did."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

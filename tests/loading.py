@@ -1,7 +1,5 @@
 """A loader of GPT-2's windows over given shards."""
 
-from __future__ import annotations
-
 import torch
 
 from gpt2lab.config.derived import BatchPlan

@@ -3,8 +3,6 @@
 python tests/long_logs.py RUN_FOLDER 1000000
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """No test reaches beyond this machine: a connection elsewhere, or a question to a name server, fails its test."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import sys

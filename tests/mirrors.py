@@ -1,7 +1,5 @@
 """Runs of a few bytes, and their copies in a mirror."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

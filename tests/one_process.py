@@ -1,7 +1,5 @@
 """A step of the trainer on one process and a batch for it: what memory tests measure; and what operators ran."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

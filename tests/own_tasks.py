@@ -1,7 +1,5 @@
 """Three tasks for lm-eval that need no network: YAML files, and twenty items written for this project."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A rank does what it does under torchrun: the program is `__main__`, environment 
 subject is the launcher, a signal, a thread or the end of a process start real programs (launch.py, tests/faults).
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

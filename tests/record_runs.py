@@ -12,8 +12,6 @@ depend on them, and messages are replaced by `~`, folders by FOLDER and CHECKOUT
 `added` and is no difference; a new file is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import hashlib

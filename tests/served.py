@@ -1,7 +1,5 @@
 """Tiny runs to serve, and the server over them: in a thread of the tests, or as the program that users start."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

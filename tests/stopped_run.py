@@ -1,7 +1,5 @@
 """A run of 12 steps that was stopped after 7 and resumed from step 4 to its end, for tests of what reads runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tiny import parse, pretrain

@@ -1,7 +1,5 @@
 """A tiny corpus with awkward shard sizes, self-made HellaSwag items, and the flags of a run of four steps over both."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -142,7 +140,7 @@ def resolved(argv: Sequence[str], *, world_size: int = 1) -> Start:
     return resolve(arguments.request, world_size=world_size, set_aside=False, planner=planner)
 
 
-def evaluated(name: str, checkpoint_dir: Path, **what: Any) -> ValidationLoss:
+def evaluated(name: str, checkpoint_dir: Path, **what: Any) -> "ValidationLoss":
     """Return the validation loss of a run's newest weights, or of other weights, on the CPU."""
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.evaluation import request as evaluation

@@ -1,7 +1,5 @@
 """Token files of other programs, written from their specifications and not by the code that reads them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import replace

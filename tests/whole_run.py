@@ -1,7 +1,5 @@
 """A run of a tiny model in this process, a few milliseconds a step, and what its folder tells."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -79,7 +77,7 @@ class Run:
         """Return {step: its event} along the line of steps that the newest weights went through."""
         return launch.current_steps(self.path)
 
-    def assert_same_curve(self, reference: Run, last: int) -> None:
+    def assert_same_curve(self, reference: "Run", last: int) -> None:
         """The same batches, and losses, norms and evaluations that differ by the order of fp32 sums at most."""
         found, expected = self.steps(), reference.steps()
         assert sorted(found) == sorted(expected) == list(range(1, last + 1))

@@ -1,7 +1,5 @@
 """Runs to break, and the runs that never broke."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

@@ -3,8 +3,6 @@
 syscall_sweep.py and power_cut.py use it; both start themselves again with the shim preloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

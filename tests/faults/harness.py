@@ -1,7 +1,5 @@
 """Start a real run, wait for its own events, make it fail, resume it, and compare it with one that never failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -144,12 +142,12 @@ class FaultRun:
         """Return the steps on disk under a checkpoint's name."""
         return sorted(int(path.name[5:]) for path in self.path.glob("step_*"))
 
-    def resumes_as(self, reference: FaultRun, *more: str, world: int = 1, **how: Any) -> None:
+    def resumes_as(self, reference: "FaultRun", *more: str, world: int = 1, **how: Any) -> None:
         """Resume to the end, which is that of the run that never failed."""
         assert self.resume(*more, world=world, **how) == 0, self.errors()
         self.assert_equals(reference)
 
-    def assert_equals(self, reference: FaultRun, last: int = STEPS) -> None:
+    def assert_equals(self, reference: "FaultRun", last: int = STEPS) -> None:
         """Every loss and every parameter: the same bits as the run that never failed."""
         assert self.losses() == reference.losses()
         hashes = [launch.parameter_hash(run.path, last) for run in (self, reference)]

@@ -6,8 +6,6 @@ Each life is a fork of this process, which has torch loaded already: seconds of 
 what there is to hit. A life is a whole start of the trainer: it locks, sweeps, verifies, loads, trains, saves, retires.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

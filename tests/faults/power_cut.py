@@ -10,8 +10,6 @@ that has a name is whole, `--resume auto` goes on from the newest one that was c
 the end of the run that nothing disturbed, bit by bit. Ends with 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -68,7 +66,7 @@ class Log:
     commits: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, calls: list[Call]) -> Log:
+    def read(cls, calls: list[Call]) -> "Log":
         log, names, numbers = cls(), {"": ROOT}, itertools.count(1)
 
         def place(path: str) -> tuple[int, str]:

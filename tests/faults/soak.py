@@ -8,8 +8,6 @@ intact checkpoint. Checked at the end, bit by bit because of `--reduce exact`: t
 that any life took, the final weights and moments. Prints a table and ends with 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

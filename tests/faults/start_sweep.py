@@ -7,8 +7,6 @@ ends with an exit code of ours and one line, and what it leaves continues to the
 of each program and kind. Ends with 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import http.client

@@ -8,8 +8,6 @@ code of ours and one line; every checkpoint that has a name is sound; and withou
 the end of the run that nothing disturbed, bit by bit. Ends with 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

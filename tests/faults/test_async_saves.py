@@ -1,7 +1,5 @@
 """Row 33, and rows 2, 5, 7, 13 and 22 with `--async_checkpoint=on`: whatever ends the trainer or its writer process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Row 36 and on: the folder, the data and the process itself change under a run."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Row 40: every command that writes is killed in the middle, at each of its calls, and repeated."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

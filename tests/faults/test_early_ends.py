@@ -1,7 +1,5 @@
 """Row 49: a signal, or the launcher's death, before the first step: the process ends at once, and none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

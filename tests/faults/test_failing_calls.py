@@ -3,8 +3,6 @@
 `CASES=200 SEED=7 pytest THIS_FILE -m fault -s` draws other ones.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rows 42 and 43: the disk of a run becomes read-only, or full, while it trains; a file system of its own plays it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `KILLS=200 SEED=7` repeats the count in docs/reliability.md (make faults).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A process is killed, or one of two ranks is interrupted, at the last step of a run: the resume completes it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--gpus 2` beside torchrun: the run ends alike; our launcher adds the exit code, and the cause as its last line."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Row 44: the kernel kills a rank because its control group is out of memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

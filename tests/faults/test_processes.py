@@ -1,7 +1,5 @@
 """Rows 11, 12, 26, 29 and 32: one process dies, errs, hangs, drifts or is slow; the run says which."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 35: random events on one run. `make soak MINUTES=10 SEED=7` for longer, with its table."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

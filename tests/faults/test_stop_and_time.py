@@ -1,7 +1,5 @@
 """Rows 5 to 10 and 28: whatever asks a run to end, it ends at one step, which is on disk, and nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The two scripts that start a run again: run as they stand, with a stand-in for Slurm's own command."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

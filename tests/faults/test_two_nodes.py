@@ -3,8 +3,6 @@
 Where only processes fail, and not the network, both are on this machine's loopback.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 `CASES=all pytest THIS_FILE -m fault -s` tries every command on each of them, else one of them in turn.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

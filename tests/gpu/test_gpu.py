@@ -1,7 +1,5 @@
 """What only a GPU can show. `pytest -m gpu` on a machine with one; those that need two GPUs are skipped on one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Order is asserted, never seconds: how long a stretch takes is the machine's business.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

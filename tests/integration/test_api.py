@@ -1,7 +1,5 @@
 """`import gpt2lab`: the page docs/api.md run as doctests, and what a program relies on."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

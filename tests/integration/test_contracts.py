@@ -10,8 +10,6 @@ on purpose is recorded with
 and shows in the commit as a change of that file. Without transformers, export_hf.py --json is left out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """README and docs: every link, test, script, flag and quoted message exists; repeated figures agree."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

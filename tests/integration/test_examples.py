@@ -1,7 +1,5 @@
 """examples/ as their first lines say they are used."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of fine-tuning: logged, resumed, shared, rejected and looked at as in pretraining."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

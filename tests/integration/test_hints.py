@@ -1,7 +1,5 @@
 """Every command that a program tells to run works, in the state in which it is told."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A run that is interrupted at its last step: what is due after it is done by the resume, each thing once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Runs on a mixture: the same samples at any world size and after any stop, and losses that tell the sources apart."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

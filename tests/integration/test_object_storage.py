@@ -1,7 +1,5 @@
 """Runs whose checkpoints go to a real S3 server, moto's, on this machine, and come back on another one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import uuid

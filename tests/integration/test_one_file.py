@@ -1,7 +1,5 @@
 """examples/one_file.py trains as the trainer does, to the bit, and stays short."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """From text to a model in transformers with other tokenizers than GPT-2's; all that differs from a run's is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

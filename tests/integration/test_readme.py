@@ -1,7 +1,5 @@
 """The commands of README (shrunk) and of getting_started.md (as written) run, in order, in a copy of the project."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

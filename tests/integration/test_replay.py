@@ -1,7 +1,5 @@
 """replay, why-spike and bisect on real runs with planted causes; each cause is named exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

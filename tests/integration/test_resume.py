@@ -1,7 +1,5 @@
 """Killed and resumed equals never stopped: the same bits at the same world, the same tokens at another."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

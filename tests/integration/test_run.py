@@ -1,7 +1,5 @@
 """What a whole run tells: metrics, cadence of evaluations and checkpoints, validation, samples."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """How a start of a run ends: done, stopped, rejected, with a full disk or device; what it leaves and says."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a resume in the same folder allows, rejects, sets aside and labels; retention."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

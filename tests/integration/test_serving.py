@@ -1,7 +1,5 @@
 """gpt2lab serve as users start it, asked by OpenAI's own client and by a browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

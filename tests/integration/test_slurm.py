@@ -1,7 +1,5 @@
 """The batch script of `runs resume-command` in a real Slurm of one node, made from the packages slurm-wlm and munge."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The wheel, installed outside the checkout: the quickstart in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The same tokens and the same curve on any number of processes and any cut into micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 
 import launch

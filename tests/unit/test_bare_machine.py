@@ -1,7 +1,5 @@
 """The tests of a GPU run on a machine that has little besides torch: the packages of docs/gpu_results.md."""
 
-from __future__ import annotations
-
 import re
 
 import launch

@@ -1,7 +1,5 @@
 """What every entry point does before it imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

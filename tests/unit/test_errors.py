@@ -1,7 +1,5 @@
 """One line for an error of the system: what, where, and the fix."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that appear complete or not at all, and the temporaries beside them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

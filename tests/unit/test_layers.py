@@ -1,7 +1,5 @@
 """The rings of the code: which package may import which, and what must answer without torch."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys

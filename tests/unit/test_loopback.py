@@ -1,7 +1,5 @@
 """The guard of the tests themselves: loopback works, and nothing else is reached."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison of two recordings finds a planted difference; an added key is none."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

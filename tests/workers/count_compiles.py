@@ -3,8 +3,6 @@
 With COMPILE_EVALUATION the validation is compiled too, as on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Train as src/train.py does, and tell what the collectives of the last step carried, and when."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

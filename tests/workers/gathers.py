@@ -3,8 +3,6 @@
 gathers.py FOLDER
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections import defaultdict

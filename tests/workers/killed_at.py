@@ -5,8 +5,6 @@ python killed_at.py N script.py FLAGS...
 A file that was about to be flushed loses its second half first, as if the kill came within the write.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

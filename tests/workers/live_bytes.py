@@ -1,7 +1,5 @@
 """On each of two processes: the peak of a real step's tensor bytes in every mode; the first one prints them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -3,8 +3,6 @@
 modes.py FOLDER [cuda]
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

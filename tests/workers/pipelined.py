@@ -1,7 +1,5 @@
 """Train as src/train.py does, with steps PIPELINED (1) or one by one (0); on BAD_RANK the loss of step 7 is NaN."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Train as src/train.py does, and compare all ranks' parameters bit by bit after every step."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Print the memory of this process after each of three epochs over a folder of shards."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training step that torch.compile makes for a GPU, counted on a machine without one: budgets."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The step of a rank of several, compiled for a GPU that is not there: graphs, recompiles, operators outside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """gpt2lab benchmark: every way that is compared does the same work, and the numbers are those of the table."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Tokens to another model's loss: what lies between runs, what is rejected, the figures of docs/log/2026.md."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """make first-card: from recorded stages of a card to its file and page; on a CPU for real."""
 
-from __future__ import annotations
-
 import json
 import platform
 import signal

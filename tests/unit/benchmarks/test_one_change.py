@@ -1,7 +1,5 @@
 """One change at a time: without one the losses are the trainer's own, each moves them, no run is repeated."""
 
-from __future__ import annotations
-
 import json
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The comparison of trainers: what is read from each, who runs when, and when a ratio is rejected."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

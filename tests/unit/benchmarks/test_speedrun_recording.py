@@ -1,7 +1,5 @@
 """The preset `speedrun` against the recorded run of the program that it repeats."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The sweep over our own settings: what a variant is, what the time allows, what fails, and how hot the card was."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

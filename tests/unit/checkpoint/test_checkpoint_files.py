@@ -3,8 +3,6 @@
 `CORRUPTIONS=1000 SEED=7 pytest THIS_FILE -k corruption` repeats the count in docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -3,8 +3,6 @@
 tests/faults/power_cut.py and syscall_sweep.py found what each of these tests holds.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 `FUZZ=2000 pytest THIS_FILE -k any_edit` tries more.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Checkpoints by a writer process: the same bytes as without it, one buffer, one save in flight, no torch."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

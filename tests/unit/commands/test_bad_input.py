@@ -5,8 +5,6 @@ The full lines are in `tests/golden/messages.json`. To record a new wording:
     UPDATE_GOLDEN=1 pytest -n 0 tests/unit/commands/test_bad_input.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

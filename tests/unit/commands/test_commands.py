@@ -1,7 +1,5 @@
 """The commands as people use them: from any folder, in an instant, without torch."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

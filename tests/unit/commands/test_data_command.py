@@ -1,7 +1,5 @@
 """gpt2lab data: verify, stats, show, import, merge; each as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """gpt2lab doctor: what helps with an issue is in it, and what belongs to its writer is not."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

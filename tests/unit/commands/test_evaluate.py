@@ -1,7 +1,5 @@
 """scripts/evaluate.py and scripts/compare.py as people use them: the run's own numbers, and honest differences."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

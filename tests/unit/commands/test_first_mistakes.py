@@ -1,7 +1,5 @@
 """What goes wrong in the first hour: misspelt names, impatience, no network, files moved or deleted."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -3,8 +3,6 @@
 `python tests/unit/commands/test_flags.py` rewrites tests/golden/flags.txt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

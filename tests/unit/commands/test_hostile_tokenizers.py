@@ -1,7 +1,5 @@
 """Tokenizers that are made to hurt: one line and exit code 2, whatever the library does with them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Makefile: every target is a thin line over a program that exists, and a slip of the finger starts nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Names of runs: in full, `latest`, the beginning of one; misspelt, ambiguous, missing. The same for every command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

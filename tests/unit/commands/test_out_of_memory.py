@@ -1,7 +1,5 @@
 """Memory that is used up is one line and exit code 1 in every command, as it is in training."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a command line would do, told or written to a file without training: --dry_run and --save_config."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

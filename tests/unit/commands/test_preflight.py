@@ -1,7 +1,5 @@
 """Before a run: is everything there, and fast enough? GO or NO-GO, and nothing written."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

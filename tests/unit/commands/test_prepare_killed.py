@@ -1,7 +1,5 @@
 """The program that prepares data, killed and started again: the bytes are those of one that nobody disturbed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

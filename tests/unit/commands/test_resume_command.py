@@ -1,7 +1,5 @@
 """gpt2lab runs resume-command: the command line, script or job that continues a run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

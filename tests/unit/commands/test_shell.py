@@ -1,7 +1,5 @@
 """Command lines and scripts that we print: bash must read them as what was meant, whatever stands in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

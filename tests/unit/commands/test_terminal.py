@@ -1,7 +1,5 @@
 """What files hold never reaches the terminal as it is: an escape sequence is shown, not done."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

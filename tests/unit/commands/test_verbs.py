@@ -1,7 +1,5 @@
 """`gpt2lab VERB`: the same functions as the programs, in an instant, with help that fits a screen."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

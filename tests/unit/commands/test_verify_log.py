@@ -1,7 +1,5 @@
 """`runs verify` names every line of a log that is not as it was written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people type for a mixture: which words are folders and weights, how a run records them, what is rejected."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

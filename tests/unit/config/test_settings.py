@@ -1,7 +1,5 @@
 """Settings as values: what cannot work, their flat form, versions."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

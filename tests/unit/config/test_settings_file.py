@@ -1,7 +1,5 @@
 """`--config FILE`: which value wins, what is rejected and where, and an equal run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

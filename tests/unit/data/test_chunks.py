@@ -1,7 +1,5 @@
 """A long document is tokenized in chunks: the ids must be those of the full text, whatever the text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

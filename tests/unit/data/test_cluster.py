@@ -1,7 +1,5 @@
 """Preparation on a Ray cluster: two nodes on this machine, one of whose workers is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

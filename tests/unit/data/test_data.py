@@ -1,7 +1,5 @@
 """From shards to batches: which folders are rejected, and what the loader makes of the others."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """hf:NAME through the datasets library: here a folder of its own, so that nothing is downloaded."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest

@@ -1,7 +1,5 @@
 """The loader never holds the step up, whatever the size of the data: what it reads, allocates and waits for."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A mixture is a function of the sample number: exact counts, close in every prefix, and nothing to remember."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of samples: every window once per epoch, the same on any number of processes, forever."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Data of other tokenizers than GPT-2's: prepared, described, opened, refused where the tokenizer is another one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From documents to shards: what is rejected, what is written, and what is never left behind."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import errno

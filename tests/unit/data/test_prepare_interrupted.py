@@ -1,7 +1,5 @@
 """Data preparation by several processes, in parts, and interrupted: the bytes are those of one undisturbed process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gzip

@@ -1,7 +1,5 @@
 """What is held out of odd corpora, and that no share of the work is lost or too small."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

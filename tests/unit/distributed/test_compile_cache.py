@@ -1,7 +1,5 @@
 """A second start of the same run finds its compiled step where the first one left it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

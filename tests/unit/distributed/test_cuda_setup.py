@@ -1,7 +1,5 @@
 """What a CUDA run decides before its first kernel, with torch's answers about the GPU played: no GPU is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

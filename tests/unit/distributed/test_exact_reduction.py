@@ -1,7 +1,5 @@
 """`--reduce exact`: one order of summation, so the same bits on any number of processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from whole_run import Run

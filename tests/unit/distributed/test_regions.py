@@ -1,7 +1,5 @@
 """A deep model's step is compiled by region: the blocks share one, whatever their number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

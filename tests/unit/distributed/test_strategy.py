@@ -1,7 +1,5 @@
 """The same curve and the same checkpoints, whatever each process holds and whatever is computed twice."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

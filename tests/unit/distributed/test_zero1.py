@@ -1,7 +1,5 @@
 """ZeRO-1's update on one rank: AdamW's own bits, in a few operators for any number of weights."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections import Counter

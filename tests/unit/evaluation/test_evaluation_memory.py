@@ -1,7 +1,5 @@
 """An evaluation holds few logits at a time, whatever its batch, and each loss keeps its bits."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

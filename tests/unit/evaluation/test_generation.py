@@ -1,7 +1,5 @@
 """scripts/sample.py: the cache changes no number, greedy text is transformers', a seed is a text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HellaSwag: the scorer against brute force, and the same numbers for any batch and any share of the work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

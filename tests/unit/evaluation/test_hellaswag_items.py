@@ -1,7 +1,5 @@
 """HellaSwag's file: fetched whole or not at all, every bad line named, token ids kept and never stale."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -4,8 +4,6 @@
 tests/golden/run_lm_eval.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

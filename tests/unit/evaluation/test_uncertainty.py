@@ -1,7 +1,5 @@
 """Standard errors over documents: formulas by hand, and how often they are right in simulation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Talking to a model: the template, what is remembered, where an answer ends, and the command with a pipe."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

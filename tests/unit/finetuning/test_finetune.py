@@ -1,7 +1,5 @@
 """Fine-tuning: what a sample is, and what counts as a target."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

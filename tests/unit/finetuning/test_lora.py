@@ -1,7 +1,5 @@
 """LoRA: what is trained, what is saved, and that it is peft's."""
 
-from __future__ import annotations
-
 import dataclasses
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text samples of fine-tuning read their prompt exactly as training reads it: same ids, same positions, same logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

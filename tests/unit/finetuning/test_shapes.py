@@ -1,7 +1,5 @@
 """The shapes of conversations: the same ids and the same mask from each, and what is rejected."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

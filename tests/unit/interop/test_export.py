@@ -1,7 +1,5 @@
 """scripts/export_hf.py: what transformers loads from it is the run's model, and nothing half-made appears."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Token files of other programs, written from their specifications: read in place, or rejected by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A ckpt.pt of nanoGPT becomes a run with its own settings; the files are written here in nanoGPT's exact format."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """--format gguf: gguf's reader finds the run's values, and llama.cpp generates the run's text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

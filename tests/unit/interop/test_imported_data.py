@@ -1,7 +1,5 @@
 """Imported token files: their tokenizers, and manifests of them that somebody edited."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 from pathlib import Path

@@ -3,8 +3,6 @@
 The files are written here by hand, in the layouts of nanoGPT and of the program that this one replaces.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

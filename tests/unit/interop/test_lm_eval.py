@@ -1,7 +1,5 @@
 """Runs through EleutherAI's lm-eval as its users start it, against its own model `hf` and against plain arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Models that transformers does not know: its modelling file computes the same, and the folder stands alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

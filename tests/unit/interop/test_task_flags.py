@@ -1,7 +1,5 @@
 """Flags of evaluate --tasks that are rejected before anything is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.machinery import ModuleSpec
 

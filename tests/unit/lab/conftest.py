@@ -1,7 +1,5 @@
 """Runs of `ablate` and `ladder` without a process of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

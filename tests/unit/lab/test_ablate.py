@@ -1,7 +1,5 @@
 """`gpt2lab ablate`: what it rejects, what it reads off the curves, and that nothing complete is trained again."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,7 +1,5 @@
 """`compare --explain` on real tiny runs: planted causes show where they are, and the parts add up to the whole."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

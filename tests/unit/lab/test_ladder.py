@@ -1,7 +1,5 @@
 """`gpt2lab ladder`: its file, its runs, the prediction before the top rung, and the planner that uses its law."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

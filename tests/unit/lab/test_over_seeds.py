@@ -1,7 +1,5 @@
 """Two settings over the same seeds: which error answers which question, and what is said of them in words."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """What replay makes of runs that are compiled by region, and of runs whose optimizer changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters

@@ -1,7 +1,5 @@
 """Groups of runs: what is compared with which error, and what may not be compared."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

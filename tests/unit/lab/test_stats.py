@@ -3,8 +3,6 @@
 Bounds on simulated rates are the nominal rate and three binomial standard errors, unless a test says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`ablate --until_decided`: stops for a clear difference, goes on for an unclear one, continues where it stood."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

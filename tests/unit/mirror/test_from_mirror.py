@@ -1,7 +1,5 @@
 """Runs with --checkpoint_mirror on a disk of this machine: what a start rejects, fetches, reports and waits for."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import shutil

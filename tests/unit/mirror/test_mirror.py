@@ -1,7 +1,5 @@
 """Copies of checkpoints in object storage: what is complete, what is kept, what is fetched, and what goes wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The thread that copies checkpoints into a mirror: slow, failing, hanging and missing stores."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

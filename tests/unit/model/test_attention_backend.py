@@ -1,7 +1,5 @@
 """Which attention kernel runs is looked at. On a CPU torch has two: its flash kernel, and plain products."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The faster ways of computing on a CPU, each beside the plain one that it must equal."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters and FLOPs in closed form, exactly those of the built model and of torch's FLOP counter."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

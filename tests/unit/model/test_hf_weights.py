@@ -1,7 +1,5 @@
 """Hugging Face GPT-2 folders: the same logits and losses as transformers, anything else rejected by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

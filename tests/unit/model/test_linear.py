@@ -1,7 +1,5 @@
 """The linear layer of compiled GPU steps, called on the CPU: the gradients of torch's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

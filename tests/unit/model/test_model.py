@@ -1,7 +1,5 @@
 """The network: sizes, causality, initial weights; test_hf_weights.py compares it with transformers' GPT-2."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

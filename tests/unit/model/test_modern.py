@@ -1,7 +1,5 @@
 """The options beside GPT-2: each against an independent computation, and on every path that GPT-2 takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

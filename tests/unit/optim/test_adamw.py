@@ -1,7 +1,5 @@
 """AdamW is torch's, bit by bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The norm of the gradient: right to many digits, and the same however the rows are sharded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon against torch.optim.Muon, and its state through checkpoints, processes and a change of optimizer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate against formulas written down a second time."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

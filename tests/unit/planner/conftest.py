@@ -1,7 +1,5 @@
 """What the tests of forecasts share."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpt2lab.planner import hardware

@@ -1,7 +1,5 @@
 """What a forecast learns from runs on the machine, and which of them count."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

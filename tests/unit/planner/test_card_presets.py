@@ -1,7 +1,5 @@
 """`--preset 8xh100`: cuts the same step for other cards, and never changes what is learned."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is sent between processes, by mode: its bytes, its seconds, and what of them a step shows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """What scripts/estimate_time.py prints, writes and rejects, with and without a run to look at."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The command for a first run on new text: the preset and the length that suit its size and the machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpt2lab.planner.auto import choose_first_run

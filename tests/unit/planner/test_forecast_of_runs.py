@@ -1,7 +1,5 @@
 """Real runs and time: forecast and score, what the next forecast learns, --max_hours, --fit_schedule, auto batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """The table of GPUs: names, sources, a user's own file over it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Trials of a machine: they train the real job, as long as they are asked to, and give a rate or an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from pathlib import Path

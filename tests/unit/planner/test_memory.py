@@ -1,7 +1,5 @@
 """Predicted bytes against torch's own count: MemTracker on fake tensors, and the allocations of real steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

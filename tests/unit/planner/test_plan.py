@@ -1,7 +1,5 @@
 """What a plan decides before torch is loaded: parameters, batches, steps, checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

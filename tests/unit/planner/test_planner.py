@@ -1,7 +1,5 @@
 """What must be true of any forecast: public runs, windows, scaling, loss."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When events are due, and the seconds left against simulated runs of known cost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 The interval's deviations are what runs miss by that a fit did not see. `-s` prints every run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The fit of L = E + A/N^a + B/D^b: known laws are found again, and intervals hold what they promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

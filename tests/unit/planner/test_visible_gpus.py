@@ -1,7 +1,5 @@
 """The GPUs that nvidia-smi lists and those that CUDA_VISIBLE_DEVICES leaves to a process."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """gpt2lab plot: curves of runs, of an ablation, of a ladder and of comparisons, as pictures."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

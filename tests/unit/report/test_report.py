@@ -1,7 +1,5 @@
 """gpt2lab report: what the page says, and that nothing a model writes can act in it, seen by a real browser."""
 
-from __future__ import annotations
-
 import html
 import http.server
 import json

@@ -1,7 +1,5 @@
 """What a person sees of a run: a line that rewrites itself on a terminal, plain lines in a file, beats of long work."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """Tasks that were measured on a run: kept by step, shown as long as the weights are those of the run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

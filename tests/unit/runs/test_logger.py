@@ -1,7 +1,5 @@
 """What a run writes: metrics.jsonl, its readers, and log.txt."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

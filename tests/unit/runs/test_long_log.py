@@ -1,7 +1,5 @@
 """A long metrics.jsonl: its columns say what its lines say, cost little memory, and damaged lines are named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

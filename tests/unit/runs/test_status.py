@@ -1,7 +1,5 @@
 """gpt2lab status, and names of runs: read from the files of a run while it trains or after it died."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

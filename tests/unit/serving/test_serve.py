@@ -1,7 +1,5 @@
 """gpt2lab serve: what a request may ask, who may ask, and that a text does not depend on who else asks."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

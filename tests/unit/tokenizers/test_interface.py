@@ -1,7 +1,5 @@
 """All tokenizers through one interface: exact text, bytes of ids, files that identify them, errors in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """GPT-2's vocabulary: from two checked files, with no network."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from collections.abc import Iterator

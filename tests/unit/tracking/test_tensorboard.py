@@ -1,7 +1,5 @@
 """TensorBoard files: what --use_tensorboard writes during a run, and what runs rebuild-tensorboard makes of its log."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

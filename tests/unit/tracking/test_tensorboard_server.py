@@ -1,7 +1,5 @@
 """gpt2lab runs tensorboard: one server, for this machine only, that ends by its own pid file and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """`--track`: what a tracker gets, once, from which start, and that no way in which it can fail touches a run."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Extensions observe a run at six moments; a failure of one is a warning and changes no number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

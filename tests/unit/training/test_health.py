@@ -1,7 +1,5 @@
 """Bad gradients never reach the weights, spikes are found in their own spread, drift is named."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """--init_from: a fresh run that begins with the weights of another, on any number of processes, and resumes as any."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ A CPU computes at once, so the order of a GPU runs here with every step complete
 hangs is one whose marks do not pass.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

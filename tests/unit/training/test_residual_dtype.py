@@ -1,7 +1,5 @@
 """The precision of the residual stream is a run's own: over resumes, of older runs too, and in evaluate.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A start is resolved once: one order of each split, one reading of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A resume compares what it is about to do with what the run recorded, and rejects what differs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Asked to stop: signals counted in a process of its own, moments read, files taken up."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

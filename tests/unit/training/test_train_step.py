@@ -1,7 +1,5 @@
 """One optimizer step: the loss, its cut into micro-batches, decay groups, AdamW, clipping, rejections."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, get_args
