@@ -159,8 +159,10 @@ def without_names(facts: Any) -> Any:
     home = os.path.expanduser("~")
     if home not in ("~", "/"):
         facts = re.sub(rf"{re.escape(home)}(?=/|$)", "~", facts)
-    for name in {platform.node(), os.environ.get("USER"), Path(home).name} - {None, "", "root"}:
-        facts = re.sub(rf"(?<!\w){re.escape(str(name))}(?!\w)", "***", facts)
+    host = platform.node().partition(".")[0]
+    for name in {host, os.environ.get("USER"), Path(home).name} - {None, "", "root"}:
+        domain = r"(\.[\w-]+)*" if name == host else ""  # a site may be found by its domain alone
+        facts = re.sub(rf"(?<!\w){re.escape(str(name))}{domain}(?!\w)", "***", facts)
     return facts
 
 

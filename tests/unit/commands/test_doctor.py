@@ -5,8 +5,11 @@ import json
 import platform
 import shutil
 
+import pytest
+
 import launch
 from gpt2lab import __version__
+from gpt2lab.commands.doctor import without_names
 from whole_run import LAST
 
 
@@ -55,3 +58,10 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(straight, tmp_path, monkey
 def test_no_run_is_one_line(tmp_path):
     code, line = launch.ask("doctor", "nosuch", folder=tmp_path)
     assert (code, line[:23]) == (2, "error: nosuch: no run o")
+
+
+@pytest.mark.parametrize("node", ["gpu7", "gpu7.cs.uni.edu"])
+def test_a_host_is_hidden_with_its_domain(node, monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: node)
+    said = "rank 0 on gpu7.cs.uni.edu: timeout; my-gpu7 too, not gpu70."
+    assert without_names([said]) == ["rank 0 on ***: timeout; my-*** too, not gpu70."]
