@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName
 from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError, NoSourceError
-from gpt2lab.planner import calibration, hardware
+from gpt2lab.planner import calibration, hardware, measuring
 from gpt2lab.planner.estimate import (
     MEMORY_TARGET,
     Estimate,
@@ -123,6 +123,18 @@ def estimate_here(start: Start) -> Estimate | None:
     with contextlib.suppress(NoSourceError):
         return estimate(job, calibration.this_machine(detected, known, records, job), known)
     return None
+
+
+def find_mini_batch(
+    job: Job, checkpoint_dir: Path, memory: Sequence[float | None], *, on_gpu: bool
+) -> dict[str, Any]:
+    """Return the mini batch that a search finds, by its flag; the rank with the least `memory` decides for all.
+
+    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer fails.
+    """
+    least = min((some for some in memory if some is not None), default=None)
+    found = measuring.find_batch_size(job, checkpoint_dir, memory_bytes=least, on_gpu=on_gpu)
+    return {"mini_batch_size": found["mini_batch_size"]}
 
 
 def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:

@@ -14,7 +14,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, SystemConfig
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.files import replace_durably
-from gpt2lab.planner import auto, calibration, forecast, hardware, measuring, reports
+from gpt2lab.planner import auto, calibration, forecast, hardware, reports
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch, detect_hardware
@@ -140,13 +140,8 @@ class TrainingPlanner:
             detected = detect_hardware(device=config.system.device)
             here = auto.job_on(detected, config, plan, train_tokens)
             if self.measures(request):
-                found = measuring.find_batch_size(
-                    here,
-                    run_dir.parent,
-                    memory_bytes=min((some for some in memory if some is not None), default=None),
-                    on_gpu=not detected.is_cpu,
-                )
-                chosen["mini_batch_size"] = found["mini_batch_size"]
+                on_gpu = not detected.is_cpu
+                chosen |= auto.find_mini_batch(here, run_dir.parent, memory, on_gpu=on_gpu)
             if self._fits_schedule:
                 chosen["max_steps"] = auto.steps_in_window(here, detected, run_dir.parent)
         auto.check_memory(config, plan, train_tokens=train_tokens)
