@@ -256,7 +256,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: in
             why = lines[-1].removeprefix("error: ") if lines else err.strip().splitlines()[-1:]
             raise ConfigError(f"the trainer rejects this run: {why}")
         return Trial(
-            log=Log.of(history.read_events(run_dir)),
+            log=Log.of(history.read_events(run_dir)),  # not the file, which is deleted
             environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
             config=read_json(run_dir / "config.json") or {},
             others=others,
