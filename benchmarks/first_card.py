@@ -1,6 +1,6 @@
 """Everything that a machine's first card has to tell, in one command and one file.
 
-The stages are doctor, tests, speed, sweep, planner, reliability and cards. After each, the JSON is written again as a
+The stages are doctor, tests, speed, planner, reliability, cards and sweep. After each, the JSON is written again as a
 whole, so that whatever ends the command costs one stage. Every measurement is a program of its own. No torch here.
 """
 
@@ -199,15 +199,16 @@ def doctor(bench: Bench) -> dict[str, Any]:
 
 def tests(bench: Bench) -> dict[str, Any]:
     """Run the tests of a GPU, those of the loss curves first."""
-    if importlib.util.find_spec("pytest") is None:
-        raise CheckError("pytest is not installed; pip install -r requirements-dev.txt")
+    if importlib.util.find_spec("xdist") is None:
+        raise CheckError("pytest-xdist is not installed; pip install -r requirements-dev.txt")
     found: dict[str, Any] = {"counts": {}, "failed": []}
     for kind, wanted in (("curves", _CURVES), ("others", f"not ({_CURVES})")):
         report = bench.folder / f"{kind}.xml"
         words = ["-m", "pytest", "-m", "gpu", "tests/gpu/test_gpu.py", "-k", wanted, "-q"]
+        words += [f"-n{workers()}", "--dist=worksteal", "-p", "no:cacheprovider"]
         limit = f"--session-timeout={max(1, bench.left - 30):.0f}"  # ends after a test
         try:
-            done = bench.run(*words, "-p", "no:cacheprovider", limit, f"--junitxml={report}")
+            done = bench.run(*words, limit, f"--junitxml={report}")
         except CheckError as error:
             if kind == "curves":
                 raise
@@ -228,6 +229,11 @@ def tests(bench: Bench) -> dict[str, Any]:
     if found["curves_failed"]:
         problems.insert(0, "a loss curve is wrong: do not trust the speeds below")
     return found | {"problems": problems}
+
+
+def workers() -> int:
+    """Return how many tests run at once: most seconds of one are a process that starts, on a core or two."""
+    return max(1, min(6, (os.cpu_count() or 1) // 2))
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[dict[str, str]]]:
@@ -386,10 +392,10 @@ STAGES: dict[StageName, tuple[Callable[[Bench], dict[str, Any]], float]] = {
     "doctor": (doctor, 0),
     "tests": (tests, 9),
     "speed": (speed, 5),
-    "sweep": (sweep, 3),
     "planner": (planner, 2),
     "reliability": (reliability, 3),
     "cards": (cards, 5),
+    "sweep": (sweep, 3),
 }
 
 

@@ -15,7 +15,7 @@ from gpt2lab.planner.estimate import MEMORY_TARGET, device_memory
 from gpt2lab.planner.job import Job
 
 SizeName = Literal["tiny256", "tiny", "mid", "124m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
-StageName = Literal["doctor", "tests", "speed", "sweep", "planner", "reliability", "cards"]
+StageName = Literal["doctor", "tests", "speed", "planner", "reliability", "cards", "sweep"]
 VariantName = Literal[
     "flash",
     "micro_half",

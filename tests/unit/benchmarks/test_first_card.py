@@ -151,8 +151,8 @@ def test_without_a_card_that_torch_can_use_nothing_is_written(monkeypatch, tmp_p
     [
         (["--from=speeed"], "did you mean speed"),
         (["--from=speed"], "there is no first_card.json to continue"),
-        (["--from=cards", "--out=c.json"], "c.json has no stage sweep; --from sweep"),
-        (["--from=sweep", "--out=c.json", "--device=cpu"], "c.json is of commit abc"),
+        (["--from=sweep", "--out=c.json"], "c.json has no stage planner; --from planner"),
+        (["--from=planner", "--out=c.json", "--device=cpu"], "c.json is of commit abc"),
         (["--out=c.json"], "c.json exists"),
         (["--from=speed", "--out=other.json"], "other.json is not a gpt2lab-card/1"),
         (["--out=c.txt"], "end it with .json"),
