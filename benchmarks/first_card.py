@@ -79,7 +79,7 @@ class Bench:
 
         Raises: CheckError if the stage has no time left.
         """
-        paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
+        paths = os.pathsep.join(str(REPOSITORY / name) for name in ("", "src", "tests"))
         out, err = self.folder / "stdout.txt", self.folder / "stderr.txt"
         with open(out, "w") as to_out, open(err, "w") as to_err:
             process = subprocess.Popen(
@@ -206,6 +206,10 @@ def tests(bench: Bench) -> dict[str, Any]:
         report = bench.folder / f"{kind}.xml"
         words = ["-m", "pytest", "-m", "gpu", "tests/gpu/test_gpu.py", "-k", wanted, "-q"]
         words += [f"-n{workers()}", "--dist=worksteal", "-p", "no:cacheprovider"]
+        words += [
+            "-p",
+            "no:benchmark",
+        ]  # where that plugin is installed, it warns of workers, which ends the tests
         limit = f"--session-timeout={max(1, bench.left - 30):.0f}"  # ends after a test
         try:
             done = bench.run(*words, limit, f"--junitxml={report}")
