@@ -300,15 +300,15 @@ def planner(bench: Bench) -> dict[str, Any]:
         _forecast("tokens/s", rate["value"], rate["low"], rate["high"], statistics.median(rates)),
         _forecast("peak bytes", peak, 0, peak, actual),  # an upper bound
     ]
-    spent = {
-        "compile": sum(e["compile_seconds"] for e in events if e["event"] == "compile"),
-        "eval": sum(e["seconds"] for e in events if e["event"] == "eval"),
-        "checkpoint": sum(history.stall_of(e) or 0 for e in events if e["event"] == "checkpoint"),
-    }
-    for kind, seconds in spent.items():
-        if seconds:
-            part = Interval.log_normal(forecast["breakdown"][f"{kind}_s"], GUESS)
-            found.append(_forecast(f"{kind} seconds", part.value, part.low, part.high, seconds))
+    compiling = sum(e["compile_seconds"] for e in events if e["event"] == "compile")
+    evaluating = sum(e["seconds"] for e in events if e["event"] == "eval")  # the first compiles too
+    saving = sum(history.stall_of(e) or 0 for e in events if e["event"] == "checkpoint")
+    spent = {("compile", "eval"): compiling + evaluating, ("checkpoint",): saving}
+    for kinds, seconds in spent.items():
+        expected = sum(forecast["breakdown"][f"{kind}_s"] for kind in kinds)
+        part = Interval.log_normal(max(expected, 1e-9), GUESS)
+        name = f"{' and '.join(kinds)} seconds"
+        found.append(_forecast(name, part.value, part.low, part.high, seconds))
     first = steps[0]["step_seconds"]
     return {"forecasts": found, "first_step_seconds": first, "problems": []}
 

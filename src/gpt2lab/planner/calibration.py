@@ -59,9 +59,16 @@ def record_of(
         return None
     step = mean_step(taken[2:])  # the first step compiles, the second may still touch fresh memory
     tokens, (world, micro) = config["total_batch_size"], shared
+    timed = [e for e in log.events if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0]
+    compiling = max(0.0, float(taken[0]) - step)
+    if environment["compile"] == "on" and "attention" in environment:  # which a GPU's run names
+        first = next((e for e in timed if e["event"] == "eval"), None)  # it compiles too
+        if first:
+            timed.remove(first)
+            compiling += first["seconds"]
     ratios = {
-        "compile": max(0.0, float(taken[0]) - step),
-        **_event_ratios(log, config, token_seconds=step / (tokens / world), world=world),
+        "compile": compiling,
+        **_event_ratios(timed, config, token_seconds=step / (tokens / world), world=world),
         "start": max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step()),
     }
     cpu = np.nan_to_num(log.last_start("cpu_seconds")[2:])
@@ -89,13 +96,12 @@ def record_of(
 
 
 def _event_ratios(
-    log: Log, config: Mapping[str, Any], *, token_seconds: float, world: int
+    timed: list[dict[str, Any]], config: Mapping[str, Any], *, token_seconds: float, world: int
 ) -> dict[str, float]:
-    """Return the median cost of each kind of event in the last start, as `estimate.event_costs` takes it.
+    """Return the median cost of each kind of event, as `estimate.event_costs` takes it.
 
     `token_seconds`: of training on one token, on one rank.
     """
-    timed = [e for e in log.events if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0]
     evals, scored, saves = (
         [e for e in timed if e["event"] == kind] for kind in ("eval", "hellaswag", "checkpoint")
     )

@@ -227,6 +227,8 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
     if not machine.is_cpu:
         layers = _REGIONS_AS_LAYERS if job.compiles_by_region else model.n_layer
         compile_seconds = k["compile_seconds"] + k["compile_seconds_per_layer"] * layers
+        if not job.compiles_by_region and job.count("eval"):  # as Strategy.compiles_evaluation
+            compile_seconds *= 1 + k["compile_evaluation"]
     seconds = {
         "eval": evals.val_tokens / job.world_size * forward,
         "sample": evals.sample_tokens * sampled_token,

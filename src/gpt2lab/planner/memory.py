@@ -236,8 +236,10 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
     if s.is_capped:  # the logits, their multiple, the root, in fp32; and then a power of the root
         forward, backward = (12 + 4 + 4) * s.scores, 16 * s.scores + backward
-    if s.fused_head:  # logits until the backward pass; then these in fp32 and their gradients
+    if s.fused_head:  # logits, and their gradients: in bf16 over them, as counted and as an H200 showed (docs/cards)
         forward, backward = (2 if s.bf16 else 4) * s.scores, (4 + 4) * s.scores
+        if s.bf16 and not s.is_capped:
+            backward = 2 * s.scores
     weight = 0 if s.frozen else s.vocab
     if s.bf16:  # bf16 gradients of scores, weight and input; then the weight's in fp32
         head = max(2 * s.scores + 2 * weight + 2 * s.residual, 4 * weight)

@@ -73,10 +73,10 @@ def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
 
 
 def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
-    start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
-    assert start.plan.batch.micro_batch == 32
+    start = settled(data, "--preset=1x4090", "--mini_batch_size=64", world=1)
+    assert start.plan.batch.micro_batch == 64
     said = capsys.readouterr().err
-    assert "warning: mini_batch_size 32 does not fit RTX-4090; the largest that does is 16" in said
+    assert "warning: mini_batch_size 64 does not fit RTX-4090; the largest that does is 32" in said
     with pytest.raises(ConfigError, match="not a multiple"):
         settled(data, "--preset=1x4090", "--mini_batch_size=7", world=1)
 

@@ -124,7 +124,7 @@ REFUSALS = {
     3: [
         "--gpu=RTX-4090 --tokens=100B --deadline=1h",
         "--gpu=RTX-4090 --model=gpt2-xl",
-        "--gpu=RTX-4090 --mini_batch_size=32",
+        "--gpu=RTX-4090 --mini_batch_size=64",
     ],
     4: [
         *("--gpu=H1000", "--gpu=XYZ", "--gpu="),
