@@ -223,12 +223,16 @@ def ladder_as_json(
         "inputs_sha256": inputs_hash(fitted.rungs, ladder.settings),
         "rungs": rows,
         "law": asdict(fitted.law),
-        "law_intervals": {name: asdict(one) for name, one in fitted.intervals().items()},
+        "law_intervals": _as_json(fitted.intervals()),
         "seed_spread": fitted.seed_spread,
         "misfit": fitted.misfit,
-        "frontier": [asdict(fitted.optimum(one)) for one in flops],
+        "frontier": [{"flops": one} | _as_json(fitted.optimum(one)) for one in flops],
         "curves": curves,
         "rates": list(rates),
         "prediction": prediction,
         "score": scored,
     }
+
+
+def _as_json(intervals: Mapping[str, Interval]) -> dict[str, Any]:
+    return {name: asdict(one) for name, one in intervals.items()}

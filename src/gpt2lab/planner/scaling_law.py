@@ -7,6 +7,7 @@ positive. All starts, and all bootstrap samples, are fitted at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -80,70 +81,51 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Optimum:
-    """The best use of 6 N D = `flops`, with 80 % intervals of the bootstrap."""
-
-    flops: float
-    parameters: Interval
-    tokens: Interval
-    loss: Interval
-
-
-@dataclass(frozen=True)
 class Fit:
-    """A law fitted to rungs, and its uncertainty."""
+    """A law fitted to rungs, and its uncertainty: laws of the bootstrap and the errors of new runs beside them."""
 
     law: Law
     rungs: tuple[Rung, ...]
     seed_spread: float | None  # deviation of log L between seeds of one rung; None of single seeds
     misfit: float  # deviation of the rungs' mean log L from the law, beyond that of their seeds
-    samples: _Samples
-
-    def predict(self, parameters: int, tokens: int, *, seeds: int = 1) -> Point:
-        """Return the loss of new runs: the interval holds the law's error, its misfit and the noise of seeds."""
-        samples = self.samples
-        x = math.log(parameters / samples.centre[0])
-        y = math.log(tokens / samples.centre[1])
-        refitted = _log_loss(samples.theta, np.array([x]), np.array([y]))[:, 0]
-        new = refitted + samples.rung_errors + samples.seed_errors[:, :seeds].mean(1)
-        low, high = np.exp(np.quantile(new, (0.1, 0.9))).tolist()
-        value = self.law.loss(parameters, tokens)
-        at = Interval(value, min(low, value), max(high, value))
-        return Point(parameters, tokens, seeds, at)
-
-    def optimum(self, flops: float) -> Optimum:
-        """Return a point of the compute-optimal frontier."""
-        best = self.law.optimum(flops)
-        others = np.array([law.optimum(flops) for law in self.samples.laws()])
-        low, high = np.quantile(others, (0.1, 0.9), axis=0)
-        parameters, tokens = (
-            Interval(value, float(min(value, a)), float(max(value, b)))
-            for value, a, b in zip(best, low, high, strict=True)
-        )
-        loss = self.predict(round(best[0]), round(best[1])).loss
-        return Optimum(flops, parameters, tokens, loss)
-
-    def intervals(self) -> dict[str, Interval]:
-        """Return the 80 % interval of E and of both exponents."""
-        laws = self.samples.laws()
-        found = {}
-        for name in ("E", "alpha", "beta"):
-            low, high = np.quantile([getattr(law, name) for law in laws], (0.1, 0.9))
-            found[name] = Interval(getattr(self.law, name), float(low), float(high))
-        return found
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Laws of the bootstrap and the errors of new runs, each of shape (samples, ...)."""
-
     centre: tuple[float, float]  # geometric means of parameters and tokens
     theta: Array  # (samples, 5)
     rung_errors: Array  # (samples,)
     seed_errors: Array  # (samples, seeds)
 
+    @functools.cached_property
     def laws(self) -> list[Law]:
+        """The laws of the bootstrap."""
         return [_law_of(theta, self.centre) for theta in self.theta]
+
+    def predict(self, parameters: int, tokens: int, *, seeds: int = 1) -> Point:
+        """Return the loss of new runs: the interval holds the law's error, its misfit and the noise of seeds."""
+        x = math.log(parameters / self.centre[0])
+        y = math.log(tokens / self.centre[1])
+        refitted = _log_loss(self.theta, np.array([x]), np.array([y]))[:, 0]
+        new = refitted + self.rung_errors + self.seed_errors[:, :seeds].mean(1)
+        low, high = np.exp(np.quantile(new, (0.1, 0.9))).tolist()
+        value = self.law.loss(parameters, tokens)
+        at = Interval(value, min(low, value), max(high, value))
+        return Point(parameters, tokens, seeds, at)
+
+    def optimum(self, flops: float) -> dict[str, Interval]:
+        """Return parameters, tokens and loss of the best use of 6 N D = `flops`, with their 80 % intervals."""
+        best = self.law.optimum(flops)
+        others = np.array([law.optimum(flops) for law in self.laws])
+        low, high = np.quantile(others, (0.1, 0.9), axis=0)
+        found = {}
+        for name, value, a, b in zip(("parameters", "tokens"), best, low, high, strict=True):
+            found[name] = Interval(value, float(min(value, a)), float(max(value, b)))
+        return found | {"loss": self.predict(round(best[0]), round(best[1])).loss}
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return the 80 % interval of E and of both exponents."""
+        found = {}
+        for name in ("E", "alpha", "beta"):
+            low, high = np.quantile([getattr(law, name) for law in self.laws], (0.1, 0.9))
+            found[name] = Interval(getattr(self.law, name), float(low), float(high))
+        return found
 
 
 def require_enough(rungs: Sequence[tuple[int, int]]) -> None:
@@ -210,8 +192,10 @@ def fit_law(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
     noise = spread * unsure[1] * rng.choice(pools[1], (samples, len(logs) + _NEW_SEEDS))
     drawn = _log_loss(best[None], x, y) + new[:, of_rung] + noise[:, : len(logs)]
     theta, _ = _minimize(np.tile(best, (samples, 1)), drawn, x, y, delta=delta)
-    kept = _Samples(centre, theta, new[:, -1], noise[:, len(logs) :])
-    return Fit(_law_of(best, centre), tuple(rungs), spread if freedom else None, misfit, kept)
+    of_new = (new[:, -1], noise[:, len(logs) :])
+    seed_spread = spread if freedom else None
+    law = _law_of(best, centre)
+    return Fit(law, tuple(rungs), seed_spread, misfit, centre, theta, *of_new)
 
 
 def _standardized(errors: Array) -> Array:
