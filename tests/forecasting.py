@@ -7,15 +7,14 @@ from gpt2lab.planner import hardware
 from gpt2lab.planner.estimate import Estimate, estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine, named
-from gpt2lab.planner.request import EstimateRequest, job_of
+from gpt2lab.planner.request import EstimateRequest, Predictor
 
 KNOWN = hardware.load(Path("/nonexistent"))
 
 
 def job_for(*, world: int = 1, **flags: object) -> Job:
-    ask = EstimateRequest(**flags)  # type: ignore[arg-type]
-    profile = hardware.find_profile(None, KNOWN)
-    return job_of(ask, profile, world_size=world, is_cpu=False, native_bf16=True)
+    ask = EstimateRequest(gpu="H100", gpus=world, **flags)  # type: ignore[arg-type]
+    return Predictor(ask, KNOWN).job()
 
 
 def on(gpu: str, *, gpus: int = 1, compiled: bool = True, **more: object) -> Machine:

@@ -35,7 +35,7 @@ WITHOUT_TORCH = [
 ]
 # Their functions import torch when they are called, to build or to measure.
 LATE = {
-    *("planner.extension", "training.resolve", "training.recipe", "finetuning.recipe"),
+    *("planner.forecast", "training.resolve", "training.recipe", "finetuning.recipe"),
     "commands.dry_run",
 }
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.

@@ -199,7 +199,7 @@ def train(
     """
     from gpt2lab.commands.command_line import Actions
     from gpt2lab.commands.train import recipe_named, run
-    from gpt2lab.planner.extension import TrainingPlanner
+    from gpt2lab.planner.auto import TrainingPlanner
 
     _check_flags(Actions, {"resume": resume, "allow_change": allow_change}, "train")
     values, base = read_values(settings), config if isinstance(config, dict) else {}

@@ -15,7 +15,7 @@ from gpt2lab.errors import ConfigError
 if TYPE_CHECKING:
     from gpt2lab.commands.command_line import Actions
     from gpt2lab.config.request import RunRequest
-    from gpt2lab.planner.extension import TrainingPlanner
+    from gpt2lab.planner.auto import TrainingPlanner
     from gpt2lab.training.extension import Extension
     from gpt2lab.training.recipe import Recipe
 
@@ -126,7 +126,7 @@ def _process_began() -> float:
 
 def planner_of(actions: Actions) -> TrainingPlanner:
     """Return the planner that decides what a command line leaves open."""
-    from gpt2lab.planner.extension import TrainingPlanner
+    from gpt2lab.planner.auto import TrainingPlanner
 
     return TrainingPlanner(preset=actions.preset, fits_schedule=actions.fit_schedule)
 
@@ -135,8 +135,9 @@ def extensions() -> list[Extension]:
     """Return what surrounds a run."""
     from gpt2lab.lab.token_losses import TokenLossKeeper
     from gpt2lab.mirror.extension import CheckpointMirror
-    from gpt2lab.planner.extension import ForecastExtension
-    from gpt2lab.tracking.extension import TensorBoard, Trackers
+    from gpt2lab.planner.forecast import ForecastExtension
+    from gpt2lab.tracking.followers import Trackers
+    from gpt2lab.tracking.tensorboard import TensorBoard
 
     return [TensorBoard(), Trackers(), CheckpointMirror(), ForecastExtension(), TokenLossKeeper()]
 

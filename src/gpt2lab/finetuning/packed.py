@@ -15,24 +15,18 @@ from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
 
 
-def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """Return for each of ids (B, T) the place in its row where its conversation starts, (B, T) int64.
+def places_and_mask(tokens: torch.Tensor, end_of_text: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for rows of ids (B, T) places within their conversations, (B, T), and who attends to whom, (B, T, T).
 
-    One starts at an end of text that follows another (chat_template.py), and at the row's first id. So each id of
-    padding is a separate conversation, which attends only to itself.
+    A conversation starts at an end of text that follows another (chat_template.py), and at the row's first id. So each
+    id of padding is a separate conversation, which attends only to itself.
     """
     is_end = tokens == end_of_text
     is_start = is_end.clone()
     is_start[:, 1:] &= is_end[:, :-1]
     is_start[:, 0] = True
-    places = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-    return torch.where(is_start, places, 0).cummax(dim=1).values
-
-
-def places_and_mask(tokens: torch.Tensor, end_of_text: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for rows of ids (B, T) places within their conversations, (B, T), and who attends to whom, (B, T, T)."""
-    starts = conversation_starts(tokens, end_of_text)
     places = torch.arange(tokens.size(1), device=tokens.device)
+    starts = torch.where(is_start, places, 0).cummax(dim=1).values  # (B, T)
     together = starts[:, :, None] == starts[:, None, :]  # (B, T, T)
     return places - starts, together & (places[:, None] >= places)
 

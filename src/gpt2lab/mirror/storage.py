@@ -271,7 +271,8 @@ class Mirror:
                 "labels": catalog.read_labels(run_dir),
                 "forecast": _text_of(run_dir / _FORECAST),
             }
-            self._write_small(f"{place}/{_OF_RUN}", json.dumps(about), tick)
+            with self._open_new(f"{place}/{_OF_RUN}", tick) as remote:
+                remote.write(json.dumps(about).encode())
             log.seek(0)
             with (
                 self._open_new(f"{place}/{_METRICS}", tick) as remote,
@@ -336,14 +337,6 @@ class Mirror:
             with contextlib.suppress(ValueError):
                 self.fs.transaction.files.remove(remote)  # else it is kept for good
 
-    def _write_small(self, path: str, text: str, tick: Tick) -> None:
-        if self._is_local:
-            with self._open_new(path, tick) as file:
-                file.write(text.encode())
-            return
-        tick()
-        self.fs.pipe_file(path, text.encode())
-
     def _claim(self, run_dir: Path) -> None:
         """Write whose copies these are, if it is not there; two runs must not mix."""
         own = run_id(run_dir)
@@ -357,8 +350,8 @@ class Mirror:
         if self._is_local:
             self.fs.makedirs(self._root, exist_ok=True)
             _sync_names(Path(self._base))
-        text = json.dumps({"format": FORMAT, "run": self.run, "id": own})
-        self._write_small(f"{self._root}/{_OWNER}", text, lambda: None)
+        with self._open_new(f"{self._root}/{_OWNER}", lambda: None) as remote:
+            remote.write(json.dumps({"format": FORMAT, "run": self.run, "id": own}).encode())
 
     def retire(
         self,

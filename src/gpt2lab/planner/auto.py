@@ -16,7 +16,8 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, SystemConfig
 from gpt2lab.distributed.processor import unseen_gpus
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planner import calibration, hardware, measuring
@@ -43,6 +44,69 @@ _ENOUGH = 4  # sequences from which recomputing costs more than a larger mini ba
 # The cheapest in time first.
 _MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "block")
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
+
+
+class TrainingPlanner:
+    """Chooses the settings that a request leaves open; `auto` says which these are."""
+
+    def __init__(self, *, preset: str | None = None, fits_schedule: bool = False) -> None:
+        """`preset`: cards by name, such as 8xh100; `fits_schedule`: choose the steps that end within --max_hours."""
+        self._preset, self._fits_schedule = preset, fits_schedule
+
+    def measures(self, request: RunRequest) -> bool:
+        """Tell whether a micro-batch is searched by running steps."""
+        return request.leaves_mini_batch and self._preset is None
+
+    def free_memory(self, system: SystemConfig) -> float | None:
+        """Return the bytes that this rank could use, None where unknown."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return detect_hardware(device=system.device).free_memory(ranks)
+
+    def choose(
+        self,
+        request: RunRequest,
+        config: Config,
+        plan: Plan,
+        *,
+        run_dir: Path,
+        train_tokens: int,
+        memory: Sequence[float | None] | None,
+    ) -> dict[str, Any]:
+        """Return the settings that are decided here, by their flags; see `extension.Planner`.
+
+        Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
+        """
+        chosen: dict[str, Any] = {}
+        if self._preset is not None:
+            job = Job.of_run(
+                config,
+                plan,
+                train_tokens=train_tokens,
+                dtype="fp32" if config.system.dtype == "fp32" else "bf16",
+                compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
+            )
+            chosen |= preset_settings(self._preset, job, typed=request.chosen)
+        if memory is None:
+            return chosen
+        if self.measures(request) or self._fits_schedule:
+            detected = detect_hardware(device=config.system.device)
+            here = job_on(detected, config, plan, train_tokens)
+            if self.measures(request):
+                found = measuring.find_batch_size(
+                    here,
+                    run_dir.parent,
+                    memory_bytes=min((some for some in memory if some is not None), default=None),
+                    on_gpu=not detected.is_cpu,
+                )
+                chosen["mini_batch_size"] = found["mini_batch_size"]
+            if self._fits_schedule:
+                chosen["max_steps"] = steps_in_window(here, detected, run_dir.parent)
+        check_memory(config, plan, train_tokens=train_tokens)
+        return chosen
+
+    def peak_flops(self, device_name: str) -> float | None:
+        """Return a GPU's dense bf16 peak in FLOP/s, None where it is not known."""
+        return hardware.peak_flops(device_name)
 
 
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
@@ -123,18 +187,6 @@ def estimate_here(start: Start) -> Estimate | None:
     with contextlib.suppress(NoSourceError):
         return estimate(job, calibration.this_machine(detected, known, records, job), known)
     return None
-
-
-def find_mini_batch(
-    job: Job, checkpoint_dir: Path, memory: Sequence[float | None], *, on_gpu: bool
-) -> dict[str, Any]:
-    """Return the mini batch that a search finds, by its flag; the rank with the least `memory` decides for all.
-
-    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer fails.
-    """
-    least = min((some for some in memory if some is not None), default=None)
-    found = measuring.find_batch_size(job, checkpoint_dir, memory_bytes=least, on_gpu=on_gpu)
-    return {"mini_batch_size": found["mini_batch_size"]}
 
 
 def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) -> int:

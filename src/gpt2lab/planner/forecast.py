@@ -1,22 +1,96 @@
-"""Forecasts of real runs: compared with the actual run at its end, and learned from. No torch."""
+"""Forecasts of runs: written at the start, compared with the actual run at the end, and learned from. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.files import replace_durably
-from gpt2lab.planner import calibration, reports
+from gpt2lab.planner import calibration, hardware, reports
+from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import Watch, detect_hardware
+from gpt2lab.runs import history
 from gpt2lab.runs.history import Log, read_json
+from gpt2lab.training.extension import Extension, LiveRun
 
 FILE = "estimate.json"
 _HOURS = ("estimated_hours", "low_hours", "high_hours")
+
+
+class ForecastExtension(Extension):
+    """Writes estimate.json at the start of a run, and compares it with the actual run at the end.
+
+    A resumed run keeps its first forecast. A forecast that fails never stops a run.
+    """
+
+    def __init__(self) -> None:
+        self._run: LiveRun | None = None
+
+    def started(self, run: LiveRun) -> None:
+        """Begin to watch who else uses the machine."""
+        self._run, self._watch = run, Watch()
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Write the forecast when the run begins."""
+        if event["event"] != "begin" or self._run is None:
+            return
+        start, facts, say = self._run.start, self._run.components.facts, self._run.logger.say
+        path, environment, on_gpu = start.run_dir / FILE, facts["environment"], facts["on_gpu"]
+        if start.checkpoint is not None and path.exists():
+            return
+        job = Job.of_run(
+            start.config,
+            start.plan,
+            train_tokens=start.data.tokens("train"),
+            dtype=environment["dtype"],
+            compiled=environment["compile"] == "on",
+            order=start.order,
+        )
+        try:
+            known = hardware.load()
+            machine = calibration.this_machine(
+                detect_hardware(device="auto" if on_gpu else "cpu"),
+                known,
+                calibration.read(start.run_dir.parent),
+                job,
+                device=environment["device"] if on_gpu else None,
+                threads=environment["threads"],
+            )
+            found = estimate(job, machine, known)
+            document = reports.estimate_as_json(found, hardware.DEFAULT_PROFILE)
+            if start.initial is not None:  # not random weights: the scaling law does not apply
+                document["loss"] = None
+            replace_durably(path, json.dumps(document, indent=1) + "\n")
+        except (OSError, GPT2LabError) as error:
+            say(f"forecast       n/a: {error}")
+            return
+        say(f"forecast       {found.describe_time()}")
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """Score the forecast of a complete run, and let the next forecast learn from it; never fails a run."""
+        if self._run is None or reason is not None or error is not None:
+            return
+        start, others = self._run.start, self._watch.others()
+        with contextlib.suppress(OSError, GPT2LabError):
+            log = history.read_log(start.run_dir)
+            if (
+                start.config.tuning.instructions is None
+            ):  # its steps and targets are not pretraining's
+                # What others used is unknown of several ranks.
+                several = start.plan.batch.world_size > 1
+                learn(start.run_dir, log, others=None if several else others)
+            actual = complete(start.run_dir, log)
+            if actual is not None and actual["time_accuracy"] is not None:
+                self._run.logger.say(f"forecast {reports.describe_actual(actual)}")
 
 
 def learn(run_dir: Path, log: Log, *, others: float | None) -> None:

@@ -44,7 +44,6 @@ class GpuState:
     utilization: float | None = None  # percent
     driver: str = ""
     capability: str | None = None
-    power: str | None = None
     clock: str | None = None
     throttle: str | None = None
 
@@ -87,7 +86,7 @@ _PROC_STAT = Path("/proc/stat")
 _FIELDS = (
     ("index", "name", "memory.total", "memory.free", "driver_version", "uuid"),
     ("utilization.gpu", "compute_cap"),
-    ("power.draw", "clocks.sm"),
+    ("clocks.sm",),
     ("clocks_event_reasons.active",),
 )
 
@@ -113,7 +112,6 @@ def detect_hardware(*, device: str = "auto") -> DetectedHardware:
             utilization=_number(row.get("utilization.gpu", "")),
             driver=row["driver_version"],
             capability=_known(row.get("compute_cap", "")),
-            power=_known(row.get("power.draw", "")),
             clock=_known(row.get("clocks.sm", "")),
             throttle=_known(row.get("clocks_event_reasons.active", "")),
         )

@@ -25,7 +25,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
-from gpt2lab.planner.hardware import Hardware, Profile, find_profile
+from gpt2lab.planner.hardware import Hardware, find_profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named
@@ -262,96 +262,6 @@ def settings_of(request: JobFlags) -> Config:
     return config
 
 
-def job_of(
-    request: JobFlags, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool
-) -> Job:
-    """Return the job that the flags describe at a world size.
-
-    Raises: ConfigError, DataError.
-    """
-    config = settings_of(request)
-    if tokenizer := tokenizer_of(read_sources(config.data).folders[0]):
-        is_typed = request.vocab_size is not None
-        config = fit_vocabulary(config, tokenizer.size, is_typed=is_typed)
-    if world_size == 1 and request.parallel not in (None, "ddp"):
-        raise ConfigError(
-            f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
-        )
-    if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
-        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
-    if request.profile is not None:
-        config = profile.applied(config, typed=_given(request))
-    order: Order | Mixture | None = None
-    fingerprint: str | None = None
-    if request.data_dir:
-        data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
-        T, fingerprint = config.model.context_length, data.fingerprint
-        order = training_order(
-            data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
-        )
-    config, steps, unique, dataset = _length_of(request, config, profile, order, world_size)
-    config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
-    bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
-    dtype: Dtype = "bf16" if bf16 else "fp32"
-    check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
-    return Job(
-        config,
-        max_steps=steps,
-        world_size=world_size,
-        dtype=dtype,
-        compiled=compiles(config.system, on_gpu=not is_cpu, max_steps=steps),
-        unique_tokens=unique,
-        dataset=tuple(dataset.items()),
-        order=order,
-        data_fingerprint=fingerprint,
-    )
-
-
-def _length_of(
-    request: JobFlags,
-    config: Config,
-    profile: Profile,
-    order: Order | Mixture | None,
-    world_size: int,
-) -> tuple[Config, int, int | None, dict[str, float]]:
-    """Return the settings for the run's length, its steps, the unique tokens if known, and how that size was given."""
-    batch, unique = config.batch.total_batch_size, None
-    dataset: dict[str, float] = {}
-    if order is not None:
-        unique = order.windows_per_epoch * config.model.context_length
-        dataset["tokens"] = float(unique)
-    tokens, steps, samples = (
-        None if (text := getattr(request, name)) is None else read_count(name, text)
-        for name in ("tokens", "steps", "num_samples")
-    )
-    if samples is not None and request.avg_tokens_per_sample is not None:
-        tokens = round(samples * request.avg_tokens_per_sample)
-        dataset["num_samples"] = float(samples)
-        dataset["avg_tokens_per_sample"] = request.avg_tokens_per_sample
-        unique = unique or tokens
-    if request.epochs is not None and unique is not None:
-        tokens = int(request.epochs * unique)
-    if (tokens, steps, request.epochs, request.profile) == (None, None, None, None):
-        steps = config.length.max_steps  # the preset's
-    if steps is None:
-        default = DEFAULT_TOKENS
-        if request.profile is not None:
-            default = round(profile.tokens_per_parameter * count_parameters(config.model))
-        tokens = (unique or default) if tokens is None else tokens
-        config = suit_length(config, _given(request), tokens, world_size=world_size)
-        batch = config.batch.total_batch_size
-        steps = tokens // batch
-        if steps < 1:
-            raise ConfigError(
-                f"{tokens:,} tokens are less than one step of {batch:,}; lower --total_batch_size or train longer"
-            )
-    if steps * batch > MOST_TOKENS:
-        raise ConfigError(
-            f"{steps * batch:.3g} tokens are too many: a run has at most {MOST_TOKENS:g}"
-        )
-    return config, steps, unique, {"tokens": float(steps * batch)} | dataset
-
-
 class Predictor:
     """Predicts jobs on the machine of a request: this one, or a card by name."""
 
@@ -376,13 +286,84 @@ class Predictor:
 
         Raises: ConfigError, DataError.
         """
-        return job_of(
-            self.request,
-            self.profile,
-            world_size=self.world_size,
-            is_cpu=self.is_cpu,
-            native_bf16=self.gpu is not None or self.detected.native_bf16,
+        request, world_size = self.request, self.world_size
+        config = settings_of(request)
+        if tokenizer := tokenizer_of(read_sources(config.data).folders[0]):
+            is_typed = request.vocab_size is not None
+            config = fit_vocabulary(config, tokenizer.size, is_typed=is_typed)
+        if world_size == 1 and request.parallel not in (None, "ddp"):
+            raise ConfigError(
+                f"--parallel {request.parallel} shards state over several ranks, and the world size is 1; add --gpus N"
+            )
+        if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
+            raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
+        if request.profile is not None:
+            config = self.profile.applied(config, typed=_given(request))
+        order: Order | Mixture | None = None
+        fingerprint: str | None = None
+        if request.data_dir:
+            data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
+            T, fingerprint = config.model.context_length, data.fingerprint
+            order = training_order(
+                data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
+            )
+        config, steps, unique, dataset = self._length_of(config, order)
+        config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
+        native_bf16 = self.gpu is not None or self.detected.native_bf16
+        bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
+        dtype: Dtype = "bf16" if bf16 else "fp32"
+        check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
+        return Job(
+            config,
+            max_steps=steps,
+            world_size=world_size,
+            dtype=dtype,
+            compiled=compiles(config.system, on_gpu=not self.is_cpu, max_steps=steps),
+            unique_tokens=unique,
+            dataset=tuple(dataset.items()),
+            order=order,
+            data_fingerprint=fingerprint,
         )
+
+    def _length_of(
+        self, config: Config, order: Order | Mixture | None
+    ) -> tuple[Config, int, int | None, dict[str, float]]:
+        """Return settings for the run's length, its steps, the unique tokens if known, and how that size was given."""
+        request, batch, unique = self.request, config.batch.total_batch_size, None
+        dataset: dict[str, float] = {}
+        if order is not None:
+            unique = order.windows_per_epoch * config.model.context_length
+            dataset["tokens"] = float(unique)
+        tokens, steps, samples = (
+            None if (text := getattr(request, name)) is None else read_count(name, text)
+            for name in ("tokens", "steps", "num_samples")
+        )
+        if samples is not None and request.avg_tokens_per_sample is not None:
+            tokens = round(samples * request.avg_tokens_per_sample)
+            dataset["num_samples"] = float(samples)
+            dataset["avg_tokens_per_sample"] = request.avg_tokens_per_sample
+            unique = unique or tokens
+        if request.epochs is not None and unique is not None:
+            tokens = int(request.epochs * unique)
+        if (tokens, steps, request.epochs, request.profile) == (None, None, None, None):
+            steps = config.length.max_steps  # the preset's
+        if steps is None:
+            default = DEFAULT_TOKENS
+            if request.profile is not None:
+                default = round(self.profile.tokens_per_parameter * count_parameters(config.model))
+            tokens = (unique or default) if tokens is None else tokens
+            config = suit_length(config, _given(request), tokens, world_size=self.world_size)
+            batch = config.batch.total_batch_size
+            steps = tokens // batch
+            if steps < 1:
+                raise ConfigError(
+                    f"{tokens:,} tokens are less than one step of {batch:,}; lower --total_batch_size or train longer"
+                )
+        if steps * batch > MOST_TOKENS:
+            raise ConfigError(
+                f"{steps * batch:.3g} tokens are too many: a run has at most {MOST_TOKENS:g}"
+            )
+        return config, steps, unique, {"tokens": float(steps * batch)} | dataset
 
     def machine_for(self, job: Job) -> Machine:
         """Return the machine with rates for this job's dtype and compilation.

@@ -24,18 +24,20 @@ import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
 from gpt2lab import paths
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
 from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, without_secrets
+from gpt2lab.training.extension import Extension, LiveRun
 
 FOLDER = "trackers"
 _POLL_SECONDS = 1.0
@@ -102,20 +104,40 @@ class TrackerProcess:
         return self.problem() if code else None
 
 
-def open_trackers(
-    run_dir: Path, names: tuple[str, ...], *, settings: dict[str, Any]
-) -> list[TrackerProcess]:
-    """Start the process of each tracker, with a warning for one that cannot be used here."""
-    opened = []
-    for name in names:
-        library = LIBRARIES[name]
-        try:
-            if not library.is_installed():
-                raise OSError(f'it is not installed: pip install "gpt2lab[{name}]"')
-            opened.append(TrackerProcess(run_dir, name, settings=settings))
-        except OSError as error:
-            print(f"warning: no mirror at {library.label}: {error}", file=sys.stderr)
-    return opened
+class Trackers(Extension):
+    """Follows metrics.jsonl with one process for each tracker."""
+
+    def __init__(self) -> None:
+        self._processes: list[TrackerProcess] = []
+
+    def started(self, run: LiveRun) -> None:
+        """Start the processes, with a warning for one that cannot be used here."""
+        self._run = run
+        for name in run.start.config.log.trackers:
+            library = LIBRARIES[name]
+            try:
+                if not library.is_installed():
+                    raise OSError(f'it is not installed: pip install "gpt2lab[{name}]"')
+                settings = to_flat(run.start.config)
+                self._processes.append(TrackerProcess(run.start.run_dir, name, settings=settings))
+            except OSError as error:
+                print(f"warning: no mirror at {library.label}: {error}", file=sys.stderr)
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Say once of each process that has ended too early."""
+        for process in list(self._processes):
+            if (problem := process.problem()) is not None:
+                self._processes.remove(process)
+                self._run.logger.warn(problem, event["step"])
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """Let the processes send the rest, for some seconds."""
+        for process in self._processes:
+            process.end()
+        deadline = monotonic() + FINISH_SECONDS
+        for process in self._processes:
+            if (problem := process.wait(deadline)) is not None:
+                self._run.logger.say(f"warning: {problem}")
 
 
 def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:

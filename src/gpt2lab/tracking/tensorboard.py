@@ -1,4 +1,7 @@
-"""TensorBoard files, a copy of metrics.jsonl: their tags, their writer, and their rebuilding. No torch at the top."""
+"""TensorBoard files, a copy of metrics.jsonl: their tags, what --use_tensorboard writes, and their rebuilding.
+
+No torch at the top.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,24 @@ import os
 import shutil
 import sys
 import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt2lab.config.derived import is_due
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, SaveError
+from gpt2lab.errors import ConfigError, SaveError, system_errors_as
+from gpt2lab.files import temporary_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.training.extension import Extension, LiveRun
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.tensorboard import SummaryWriter
 
+_BINS = 64  # of a histogram, of equal width
 _RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # of the HPARAMS tab
 # event -> {field: (TensorBoard tag, factor)}
 _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
@@ -62,20 +71,66 @@ def tags_of(event: str, values: dict[str, Any]) -> dict[str, float | str]:
     return tags
 
 
-def open_tensorboard(
-    run_dir: Path, *, after_step: int, hparams: dict[str, Any]
-) -> SummaryWriter | None:
-    """Return a writer whose events replace those after `after_step`; None if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        fix = "pip install -r requirements.txt"
-        print(f"warning: no TensorBoard files: {error}; {fix}", file=sys.stderr)
-        return None
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
-    if after_step == 0:
-        _mirror_settings(writer, hparams)
-    return writer
+class TensorBoard(Extension):
+    """Writes the numbers of events, and with --histogram_freq all weights and gradients, to TensorBoard's files."""
+
+    def __init__(self) -> None:
+        self._writer: SummaryWriter | None = None
+
+    def started(self, run: LiveRun) -> None:
+        """Open the files; events after the step resumed from are replaced."""
+        self._run, self._freq = run, run.start.config.log.histogram_freq
+        self._last_step = run.start.plan.max_steps
+        if not run.start.config.log.use_tensorboard:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            fix = "pip install -r requirements.txt"
+            print(f"warning: no TensorBoard files: {error}; {fix}", file=sys.stderr)
+            return
+        after = run.components.state.step
+        folder = str(run.start.run_dir / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=after + 1)
+        if after == 0:
+            _mirror_settings(self._writer, to_flat(run.start.config))
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Write an event's numbers and texts under their tags."""
+        if self._writer is None:
+            return
+        try:
+            mirror(self._writer, event["event"], event["step"], dict(event))
+            if event["event"] == "step":
+                weights = self._run.components.model.named_parameters()
+                self._histograms("Parameters", event["step"], weights)
+        except OSError as error:
+            self._writer = None
+            raise OSError(
+                f"no more TensorBoard files ({error.strerror or error}); "
+                f"gpt2lab runs rebuild-tensorboard makes them again"
+            ) from error
+
+    def updating(self, step: int) -> None:
+        """Record the gradients of an update, clipped, if that is due."""
+        weights = self._run.components.model.named_parameters()
+        gradients = ((name, p.grad) for name, p in weights if p.grad is not None)
+        self._histograms("Gradients", step, gradients)
+
+    def _histograms(
+        self, kind: str, step: int, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        if self._writer is None or not self._freq or not is_due(step, self._freq, self._last_step):
+            return
+        for name, tensor in tensors:
+            values = tensor.detach().float().cpu()
+            if values.isfinite().all():  # others have no range
+                self._writer.add_histogram(f"{kind}/{name}", values, step, bins=_BINS)
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def mirror(
@@ -121,10 +176,8 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         log = history.read_log(run_dir)
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run_dir / "tensorboard"
-        fresh = run_dir / f".tmp-tensorboard-{uuid.uuid4().hex[:8]}"
-        count = 0
-        try:
+        folder, count = run_dir / "tensorboard", 0
+        with system_errors_as(SaveError, folder), temporary_folder(folder) as fresh:
             writer = SummaryWriter(str(fresh))
             _mirror_settings(writer, to_flat(config))
             for event in log.current_steps():
@@ -140,8 +193,4 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
                 os.rename(folder, old)
             os.rename(fresh, folder)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise SaveError(f"{folder}: {error.strerror}") from error
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
     return folder, count

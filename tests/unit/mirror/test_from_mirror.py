@@ -14,8 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import store
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
-from gpt2lab.mirror.extension import CheckpointMirror
-from gpt2lab.mirror.resume import _is_left_behind, fetch_on_this_machine, open_uploader, wait_limit
+from gpt2lab.mirror.extension import (
+    CheckpointMirror,
+    _is_left_behind,
+    fetch_on_this_machine,
+    open_uploader,
+    wait_limit,
+)
 from gpt2lab.mirror.storage import Copy, connect
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
@@ -191,7 +196,7 @@ def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     if problem == "unwritable":
-        monkeypatch.setattr("gpt2lab.mirror.resume.replace_durably", fail)
+        monkeypatch.setattr("gpt2lab.mirror.extension.replace_durably", fail)
     mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
     if holder is not None:
         holder.close()
@@ -211,7 +216,7 @@ def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
         return lambda: False
 
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
-    monkeypatch.setattr("gpt2lab.mirror.resume.wait_limit", note)
+    monkeypatch.setattr("gpt2lab.mirror.extension.wait_limit", note)
     flags = ("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
     mirrored.train(*flags, "--pg_timeout_minutes=2")
     assert limits == [60.0]

@@ -20,7 +20,7 @@ from fsspec.spec import AbstractBufferedFile
 import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.mirror.resume import fetch_newer
+from gpt2lab.mirror.extension import fetch_newer
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name
 from gpt2lab.runs.overview import describe_mirror
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps

@@ -155,7 +155,7 @@ def test_event_costs_know_what_was_measured():
 
 
 def test_an_unknown_gpu_is_measured_never_guessed():
-    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
+    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None)
     job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
         this_machine(DetectedHardware((card,)), KNOWN, [], job)
@@ -167,7 +167,7 @@ def test_an_unknown_gpu_is_measured_never_guessed():
 
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
-    card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
+    card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None)
     monkeypatch.setattr(request, "detect_hardware", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]

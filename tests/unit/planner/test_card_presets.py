@@ -108,7 +108,7 @@ def test_a_preset_that_cannot_be_is_one_line(data, flags, world, wording):
     ],
 )
 def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, here, says):
-    card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
+    card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None)
     seen = DetectedHardware((GpuState(*card),) if here else ())
     monkeypatch.setattr(auto, "detect_hardware", lambda **_: seen)
     settled(data, "--preset=1xa100", world=1)
@@ -117,7 +117,7 @@ def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, her
 
 
 def test_auto_is_the_card_of_this_machine(data, monkeypatch, capsys):
-    card = (0, "NVIDIA L40S", 4.8e10, 4.8e10, 0.0, "1", "8.9", None, None, None)
+    card = (0, "NVIDIA L40S", 4.8e10, 4.8e10, 0.0, "1", "8.9", None, None)
     monkeypatch.setattr(auto, "detect_hardware", lambda **_: DetectedHardware((GpuState(*card),)))
     found = settled(data, "--preset=auto", world=1)
     assert found.config.batch == settled(data, "--preset=1xL40S", world=1).config.batch

@@ -13,7 +13,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, measuring
-from gpt2lab.planner.extension import TrainingPlanner
+from gpt2lab.planner.auto import TrainingPlanner
 from gpt2lab.planner.job import Job
 from gpt2lab.runs import history
 from gpt2lab.training.progress import Interval, RunClock

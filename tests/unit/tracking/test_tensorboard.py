@@ -20,7 +20,7 @@ from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.tracking.extension import TensorBoard
+from gpt2lab.tracking.tensorboard import TensorBoard
 from launch import ask, steps
 from tiny import parse, pretrain
 from whole_run import SCALARS

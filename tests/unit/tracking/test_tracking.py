@@ -405,8 +405,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRACKIO_DIR", stores["trackio"])
-    for module in ("followers", "extension"):
-        monkeypatch.setattr(f"gpt2lab.tracking.{module}.FINISH_SECONDS", 300.0)
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 300.0)
     flags = [*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--checkpoint_freq=1"]
     pretrain(parse([*flags, f"--track={','.join(names)}", "--stop_after_steps=3"]))
     pretrain(parse([*flags, "--resume=2", "--track="]))
