@@ -145,7 +145,8 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     from gpt2lab.commands.train import recipe_of
     from gpt2lab.lab import step_tokens
 
-    return step_tokens.tokens_of_step(run_dir, step, recipe_of(run_dir), data_dir)
+    run = step_tokens.RecordedRun(run_dir, recipe_of(run_dir), data_dir)
+    return step_tokens.tokens_of_step(run, step)
 
 
 def tokens_as_text(run_dir: Path, tokens: "StepTokens", *, as_text: bool) -> str:

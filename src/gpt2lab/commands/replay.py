@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     steps = read_steps(flags.steps)
     run_dir = find_run(flags.run, flags.checkpoint_dir)
     from gpt2lab.lab.replay import Change, replay
+    from gpt2lab.lab.step_tokens import RecordedRun
 
     settings = {"max_lr": flags.max_lr, "dtype": flags.dtype}
     change = Change(
@@ -53,9 +54,8 @@ def main(argv: list[str]) -> int:
         frozenset(flags.without_document),
         {name: value for name, value in settings.items() if value is not None},
     )
-    found = replay(
-        run_dir, recipe_of(run_dir), steps, change, layers=flags.layers, data_dir=flags.data_dir
-    )
+    run = RecordedRun(run_dir, recipe_of(run_dir), flags.data_dir)
+    found = replay(run, steps, change, layers=flags.layers)
     print(json.dumps(found.as_json()) if flags.json else found.describe())
     return 0 if found.replay.departure is None else 1
 
@@ -100,11 +100,11 @@ def why_spike(argv: list[str]) -> int:
     """Explain and print; return 1 if the previous steps could not be replayed as logged."""
     flags = parse_flags(WhySpike, argv, name="gpt2lab why-spike")
     run_dir = find_run(flags.run, flags.checkpoint_dir)
+    from gpt2lab.lab.step_tokens import RecordedRun
     from gpt2lab.lab.why_spike import explain
 
-    found = explain(
-        run_dir, recipe_of(run_dir), flags.step, worst=flags.worst, data_dir=flags.data_dir
-    )
+    run = RecordedRun(run_dir, recipe_of(run_dir), flags.data_dir)
+    found = explain(run, flags.step, worst=flags.worst)
     print(json.dumps(found.as_json()) if flags.json else found.describe())
     return 0 if found.departure is None else 1
 

@@ -3,8 +3,6 @@
 Files are read by `preadv`: a memory map of a file that is truncated ends the process with SIGBUS.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import queue
@@ -18,6 +16,7 @@ from gpt2lab.data.shards import Shard
 
 _OPEN_FILES = 64  # a 100B-token set has a thousand shards; a process may open about as many files
 _BLOCK = 1 << 22
+_Identity = tuple[int, int, int, int]  # see `_identify`
 
 
 def hash_windows(windows: np.ndarray) -> str:
@@ -259,9 +258,6 @@ class Verifier:
             self._verified.add(shard)
         else:
             self._damage = shard.rejected(problem)
-
-
-_Identity = tuple[int, int, int, int]
 
 
 def _identify(shard: Shard) -> _Identity | None:

@@ -1,6 +1,5 @@
 """Where two runs first differ: by their logs, by the hashes of their checkpoints, by tensors, and by replays."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,75 +9,52 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab import fmt
+from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import MODEL, OPTIM
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
 from gpt2lab.data.mixture import missing_folders, with_data_at
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.lab import replay
-from gpt2lab.lab.replay import QUANTITIES, first_difference, open_replay, other_values
-from gpt2lab.lab.step_tokens import tokens_of_step
-from gpt2lab.runs import history
+from gpt2lab.lab.replay import QUANTITIES, Replay, first_difference, open_replay, other_values
+from gpt2lab.lab.step_tokens import RecordedRun, tokens_of_step
 from gpt2lab.runs.events import Event
-from gpt2lab.runs.history import Log
 from gpt2lab.training.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of two runs."""
-
-    folder: Path
-    log: Log
-    recipe: Recipe
-    data_dir: tuple[str, ...]  # where its data is now, if it was moved
-
-    def at(self, step: int) -> Event:
-        """Return the event of a step that is known to be logged."""
-        event = self.log.step(step)
-        assert event is not None
-        return event
-
-    def settings(self, attempt: int) -> dict[str, Any]:
-        """Return the settings of a start that its numbers depend on; its length is in steps."""
-        found = replay.settings_of(self.folder, self.log, attempt)
-        begin = self.log.begin_of(attempt)
-        length = {"max_steps": begin["max_steps"]} if begin else {}
-        decides = {
-            name: value
-            for name, value in found.items()
-            if name not in LENGTHS and policy_of(name, Config()) != "free"
-        }
-        return decides | length
-
-    def environment(self, attempt: int) -> dict[str, Any] | None:
-        """Return the environment of a start; None if it is not recorded any more."""
-        return history.record_of_start(self.folder, attempt).get("environment")
-
-    @functools.cached_property
-    def checkpoints(self) -> dict[int, CheckpointInfo]:
-        """Return the run's checkpoints by step, without reading their bytes."""
-        return {info.step: info for info in catalog.list_checkpoints(self.folder)[0]}
-
-
-def open_side(folder: Path, recipe: Recipe, data_dir: tuple[str, ...]) -> Side:
+def open_side(folder: Path, recipe: Recipe, data_dir: tuple[str, ...]) -> RecordedRun:
     """Read a run's log. `data_dir`: where its data is, if it was moved.
 
     Raises: DataError, ConfigError if there is no such folder; GPT2LabError if the run has no step.
     """
-    config = history.read_config(folder)
+    run = RecordedRun(folder, recipe, data_dir)
     if data_dir:
-        with_data_at(config, data_dir)  # rejects a folder that does not exist, needed or not
-    log = history.read_log(folder)
-    if not len(log.numbers):
-        raise GPT2LabError(f"{paths.display_path(folder)}: has no step to compare")
-    return Side(folder, log, recipe, data_dir if missing_folders(config) else ())
+        with_data_at(run.config, data_dir)  # rejects a folder that does not exist, needed or not
+    if not len(run.log.numbers):
+        raise GPT2LabError(f"{run.name}: has no step to compare")
+    return run if missing_folders(run.config) else RecordedRun(folder, recipe)
 
 
-def first_logged_difference(a: Side, b: Side) -> tuple[int | None, int]:
+def _at(run: RecordedRun, step: int) -> Event:
+    """Return the event of a step that is known to be logged."""
+    event = run.log.step(step)
+    assert event is not None
+    return event
+
+
+def _settings(run: RecordedRun, attempt: int) -> dict[str, Any]:
+    """Return the settings of a start that its numbers depend on; its length is in steps."""
+    begin = run.log.begin_of(attempt)
+    decides = {
+        name: value
+        for name, value in run.settings(attempt).items()
+        if name not in LENGTHS and policy_of(name, Config()) != "free"
+    }
+    return decides | ({"max_steps": begin["max_steps"]} if begin else {})
+
+
+def first_logged_difference(a: RecordedRun, b: RecordedRun) -> tuple[int | None, int]:
     """Return the first logged step that differs, None if none does, and how many were compared."""
     shared = set(np.intersect1d(a.log.numbers, b.log.numbers).tolist())
     events = ((e for e in side.log.current_steps() if e["step"] in shared) for side in (a, b))
@@ -145,7 +121,7 @@ class Finding:
         return "\n".join([*lines, fmt.number_of(self.replays, "replay")])
 
 
-def bisect(a: Side, b: Side) -> Finding:
+def bisect(a: RecordedRun, b: RecordedRun) -> Finding:
     """Compare records, then hashes of checkpoints, then tensors; replay only if these do not tell.
 
     Raises: CheckpointError naming a checkpoint of both runs that is damaged; GPT2LabError if they share no step.
@@ -166,9 +142,9 @@ def bisect(a: Side, b: Side) -> Finding:
     )
     step = logged if unequal is None else unequal
     last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
-    x, y = a.at(last), b.at(last)
+    x, y = _at(a, last), _at(b, last)
     differences, notes = _compare_starts(a, b, x, y)
-    names = (paths.display_path(a.folder), paths.display_path(b.folder))
+    names = (a.name, b.name)
     if step is None:
         compared += f", settings and environment of step {last}"
         notes += [f"different, without effect so far: {line}" for _, line in differences]
@@ -196,7 +172,7 @@ def bisect(a: Side, b: Side) -> Finding:
     return Finding(*names, step, differences[0][0], differences, said, compared, notes, replays)
 
 
-def _is_equal(a: Side, b: Side, step: int) -> bool:
+def _is_equal(a: RecordedRun, b: RecordedRun, step: int) -> bool:
     """Return whether two checkpoints have the same bytes, which are verified."""
     infos = a.checkpoints[step], b.checkpoints[step]
     for info in infos:
@@ -206,19 +182,16 @@ def _is_equal(a: Side, b: Side, step: int) -> bool:
 
 
 def _compare_starts(
-    a: Side, b: Side, x: Event, y: Event
+    a: RecordedRun, b: RecordedRun, x: Event, y: Event
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Return how settings and environment differ at events `x` and `y` of a step, and notes on other differences."""
-    settings = other_values(a.settings(x["attempt"]), b.settings(y["attempt"]), "and")
-    here, there = a.environment(x["attempt"]), b.environment(y["attempt"])
+    settings = other_values(_settings(a, x["attempt"]), _settings(b, y["attempt"]), "and")
+    records = a.record(x["attempt"]), b.record(y["attempt"])
+    here, there = (record.get("environment") for record in records)
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
         notes.append(f"A has steps up to {ends[0]}, B up to {ends[1]}")
-    ours, theirs = (
-        history.record_of_start(side.folder, event["attempt"]).get("provenance", {})
-        | {"command": None}
-        for side, event in ((a, x), (b, y))
-    )
+    ours, theirs = (record.get("provenance", {}) | {"command": None} for record in records)
     if len(ours) == len(theirs) and (other := other_values(ours, theirs, "and")):
         notes.append(f"other versions: {', '.join(other)}")
     environment: list[str] = []
@@ -230,13 +203,11 @@ def _compare_starts(
     return differences + [("environment", line) for line in environment], notes
 
 
-def _first_other_sample(a: Side, b: Side, step: int) -> str:
+def _first_other_sample(a: RecordedRun, b: RecordedRun, step: int) -> str:
     """Return the first sample in which the batches of a step differ, by reading the data of both runs again."""
-    hashes = " and ".join(side.at(step)["batch_hash"][:12] for side in (a, b))
+    hashes = " and ".join(_at(side, step)["batch_hash"][:12] for side in (a, b))
     try:
-        ours, theirs = (
-            tokens_of_step(side.folder, step, side.recipe, side.data_dir) for side in (a, b)
-        )
+        ours, theirs = (tokens_of_step(side, step) for side in (a, b))
     except GPT2LabError as error:
         return f"hashes {hashes}; the sample is unknown: {error}"
     if ours.windows.shape != theirs.windows.shape:
@@ -260,7 +231,7 @@ def _first_other_sample(a: Side, b: Side, step: int) -> str:
 
 
 def _tell_by_replay(
-    a: Side, b: Side, step: int, equal: int | None
+    a: RecordedRun, b: RecordedRun, step: int, equal: int | None
 ) -> tuple[list[str], str | None, int]:
     """Replay a step; return which log it agrees with, the first tensor that differs before it, and the replays.
 
@@ -275,9 +246,7 @@ def _tell_by_replay(
     weights: list[dict[str, torch.Tensor]] = []
     said = []
     for name in todo:
-        side = sides[name]
-        first = step if equal is None else equal + 1
-        run = open_replay(side.folder, side.recipe, first=first, last=step, data_dir=side.data_dir)
+        run = open_replay(sides[name], first=step if equal is None else equal + 1, last=step)
         run.take_until(step - 1)
         tensors = dict(run.components.model.named_parameters())
         weights.append({key: value.detach().clone() for key, value in tensors.items()})
@@ -290,7 +259,7 @@ def _tell_by_replay(
 
 
 def _conclude(
-    sides: dict[str, Side], run: replay.Replay, name: str, equal: int | None
+    sides: dict[str, RecordedRun], run: Replay, name: str, equal: int | None
 ) -> list[str]:
     begun = f"a replay of {name} from its checkpoint of step {run.from_step}"
     departed = run.departure
@@ -305,7 +274,7 @@ def _conclude(
     agrees = [
         side
         for side in sides
-        if first_difference(sides[side].at(step), event, tolerance=run.tolerance) is None
+        if first_difference(_at(sides[side], step), event, tolerance=run.tolerance) is None
     ]
     rest = [side for side in sides if side not in agrees]
     if not agrees:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.request import RunRequest, chosen_in, follow_peak
 from gpt2lab.config.settings import LEAVES, find_problems, override, policy_of, to_flat
@@ -30,14 +29,13 @@ from gpt2lab.distributed.compilation import missing_for_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.lab.step_tokens import RecordedRun
 from gpt2lab.model import rng
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
 from gpt2lab.runs.events import Event, finite
-from gpt2lab.runs.history import Log
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
-from gpt2lab.training.recipe import Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.steps import launch_step, state_after
 from gpt2lab.training.train_step import train_step
@@ -128,16 +126,6 @@ def first_difference(
     return None
 
 
-def settings_of(run_dir: Path, log: Log, attempt: int) -> dict[str, Any]:
-    """Return the settings of one start of a run: the current ones, with the changes of later resumes undone."""
-    settings = to_flat(history.read_config(run_dir))
-    for event in reversed(log.of_kind("resume")):
-        if event["attempt"] > attempt:
-            undone = {name: change[0] for name, change in event.get("changes", {}).items()}
-            settings |= {name: value for name, value in undone.items() if name in settings}
-    return settings
-
-
 def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") -> list[str]:
     """Return a line for each value that differs, `threads 1 -> 2`, in the order of `before`."""
     names = [*before, *(name for name in now if name not in before)]
@@ -148,68 +136,54 @@ def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") 
     ]
 
 
-def open_replay(
-    run_dir: Path, recipe: Recipe, *, first: int, last: int, data_dir: tuple[str, ...] = ()
-) -> Replay:
+def open_replay(run: RecordedRun, *, first: int, last: int) -> Replay:
     """Load the newest intact checkpoint before step `first`, to replay steps up to `last`.
-
-    `recipe`: of the run. `data_dir`: where the run's data is now, if it was moved.
 
     Raises: ConfigError if there is none, or a step was not trained; CheckpointError, DataError.
     """
     if "RANK" in os.environ:
         raise ConfigError("a replay is one process; start it without torchrun")
-    log, name = history.read_log(run_dir), paths.display_path(run_dir)
-    numbers = log.numbers
+    numbers = run.log.numbers
     if not len(numbers):
-        raise ConfigError(f"{name}: has trained no step")
+        raise ConfigError(f"{run.name}: has trained no step")
     if first < 1 or last < first or not {first, last} <= set(numbers.tolist()):
         asked, taken = fmt.steps(first, last), fmt.steps(numbers[0], numbers[-1])
-        raise ConfigError(f"{name}: no {asked}; it has {taken}")
-    infos = catalog.list_checkpoints(run_dir)[0]
+        raise ConfigError(f"{run.name}: no {asked}; it has {taken}")
     notes: list[str] = []
-    for info in reversed([info for info in infos if info.step < first]):
+    for step in sorted((step for step in run.checkpoints if step < first), reverse=True):
         try:
-            with doing(f"loading the checkpoint of step {info.step}"):
-                replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
+            with doing(f"loading the checkpoint of step {step}"):
+                replay = _open(run, run.checkpoints[step], first=first, last=last)
         except CheckpointError as error:
             notes.append(f"skipped: {error}")
         else:
             say(
-                f"replaying {fmt.number_of(last - info.step, 'step')} from the checkpoint of step {info.step}"
+                f"replaying {fmt.number_of(last - step, 'step')} from the checkpoint of step {step}"
             )
             replay.notes = tuple(notes)
             return replay
     if notes:
         raise CheckpointError(f"no intact checkpoint before step {first}; {notes[0]}")
-    least = infos[0].step + 1 if infos else None
-    left = "it has no checkpoint" if least is None else f"steps from {least} on can be replayed"
-    raise ConfigError(f"{name}: no checkpoint before step {first}; {left}")
+    left = "it has no checkpoint"
+    if run.checkpoints:
+        left = f"steps from {min(run.checkpoints) + 1} on can be replayed"
+    raise ConfigError(f"{run.name}: no checkpoint before step {first}; {left}")
 
 
-def _open(
-    run_dir: Path,
-    recipe: Recipe,
-    log: Log,
-    info: CheckpointInfo,
-    data_dir: tuple[str, ...],
-    *,
-    first: int,
-    last: int,
-) -> Replay:
-    logged = {number: log.step(number) for number in range(info.step + 1, last + 1)}
+def _open(run: RecordedRun, info: CheckpointInfo, *, first: int, last: int) -> Replay:
+    logged = {number: run.log.step(number) for number in range(info.step + 1, last + 1)}
     if missing := [number for number, event in logged.items() if event is None]:
-        raise ConfigError(f"{paths.display_path(run_dir)}: step {missing[0]} is not in its log")
+        raise ConfigError(f"{run.name}: step {missing[0]} is not in its log")
     events = {number: event for number, event in logged.items() if event is not None}
-    _require_one_setting(run_dir, log, events, first=first)
+    _require_one_setting(run, events, first=first)
     attempt = events[info.step + 1]["attempt"]
-    record = history.record_of_start(run_dir, attempt)
-    values = _settings_then(run_dir, log, attempt, info)
-    config = with_data_at(override(info.config(), values), data_dir)
-    if data_dir:
-        data = recipe.open_data(config, history.read_tokenizer(run_dir))
+    record = run.record(attempt)
+    values = _settings_then(run, attempt, info)
+    config = with_data_at(override(info.config(), values), run.data_dir)
+    if run.data_dir:
+        data = run.recipe.open_data(config, history.read_tokenizer(run.folder))
         trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
-        require_same_data(data, trained_on, words=data_dir, run=run_dir.name)
+        require_same_data(data, trained_on, words=run.data_dir, run=run.folder.name)
         values["data_dir"] = config.data.data_dir
     saved_on = record.get("environment") or info.manifest["environment"]
     runtime, rounding = Runtime(), None
@@ -229,42 +203,44 @@ def _open(
         allowed_changes=frozenset({*LEAVES, "data"}),
     ).with_settings(**values)
     # From here on as the trainer resumes.
-    start = choose_hardware(resolve(request, recipe, world_size=1, set_aside=False), runtime)
-    model = recipe.build_model(start, runtime)
+    resolved = resolve(request, run.recipe, world_size=1, set_aside=False)
+    start = choose_hardware(resolved, runtime)
+    model = run.recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
-    components = build(start, runtime, model, recipe, against_log="skip")
+    components = build(start, runtime, model, run.recipe, against_log="skip")
     return Replay(components, events, saved_on=saved_on, rounding=rounding)
 
 
-def _settings_then(run_dir: Path, log: Log, attempt: int, info: CheckpointInfo) -> dict[str, Any]:
+def _settings_then(run: RecordedRun, attempt: int, info: CheckpointInfo) -> dict[str, Any]:
     """Return the settings of a start of a run that must be chosen again when its checkpoint is resumed."""
-    saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
+    saved, wanted = to_flat(info.config()), run.settings(attempt)
     # The optimizer's settings go together: another one needs its own rate.
     names = {n for n, v in wanted.items() if saved[n] != v or LEAVES[n][0] == "optim"} - _LOCATION
     if "min_lr" not in chosen_in(info.manifest["config"]) | chosen_in(wanted):
         names.remove("min_lr")  # it follows the peak
     values = {name: wanted[name] for name in names}
-    if begin := log.begin_of(attempt):
+    if begin := run.log.begin_of(attempt):
         # With epochs or tokens, other data would mean another length.
         values["max_steps"] = begin["max_steps"]
     return values | {"checkpoint_mirror": None, "hellaswag_path": None}
 
 
-def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
+def _require_one_setting(run: RecordedRun, events: dict[int, Event], *, first: int) -> None:
     """Reject a range of steps within which a resume changed settings that training depends on."""
-    config = history.read_config(run_dir)
-    by_attempt = {event["attempt"]: event for event in log.of_kind("resume")}
+    by_attempt = {event["attempt"]: event for event in run.log.of_kind("resume")}
     attempts = [event["attempt"] for event in events.values()]
     for attempt in range(attempts[0] + 1, attempts[-1] + 1):
         resume = by_attempt.get(attempt, {"changes": {}, "step": 0})
-        changed = [n for n in resume["changes"] if n == "data" or policy_of(n, config) == "guarded"]
+        changed = [
+            n for n in resume["changes"] if n == "data" or policy_of(n, run.config) == "guarded"
+        ]
         if changed and attempt in attempts:
             step = resume["step"]
             fix = "replay the steps before and after it separately"
             if step < first:
                 fix = f"no checkpoint from step {step} on is left to replay later steps from"
             raise ConfigError(
-                f"{paths.display_path(run_dir)}: a resume after step {step} changed {', '.join(changed)}; {fix}"
+                f"{run.name}: a resume after step {step} changed {', '.join(changed)}; {fix}"
             )
 
 
@@ -566,18 +542,10 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else repr(value)
 
 
-def replay(
-    run_dir: Path,
-    recipe: Recipe,
-    steps: range,
-    change: Change,
-    *,
-    layers: bool = False,
-    data_dir: tuple[str, ...] = (),
-) -> ReplayResult:
+def replay(run: RecordedRun, steps: range, change: Change, *, layers: bool = False) -> ReplayResult:
     """Replay the steps before `steps` unchanged, then `steps` with the change.
 
-    `layers`: with the gradient norm of each layer. `data_dir`: where the run's data is now, if it was moved.
+    `layers`: with the gradient norm of each layer.
 
     Raises: ConfigError, CheckpointError, DataError: see `open_replay`; ConfigError for a change of something that none
         of these steps trained on.
@@ -585,11 +553,11 @@ def replay(
     described = change.describe()
     unchanged: dict[int, dict[str, float | None]] = {}
     if layers and described is not None:
-        as_was = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
+        as_was = open_replay(run, first=steps[0], last=steps[-1])
         taken = as_was.take_until(steps[-1], layers=True)
         unchanged = {step.event["step"]: step.layers for step in taken}
         as_was.close()
-    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
+    again = open_replay(run, first=steps[0], last=steps[-1])
     again.require(change, steps)
     before = steps[0] - 1 if described else steps[-1]
     taken = again.take_until(before, layers=layers)
@@ -598,7 +566,7 @@ def replay(
         taken += again.take_until(steps[-1], change, layers=layers)
     again.close()
     return ReplayResult(
-        run_dir,
+        run.folder,
         again,
         described,
         [step for step in taken if step.event["step"] in steps],

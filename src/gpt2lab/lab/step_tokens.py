@@ -1,21 +1,67 @@
-"""The tokens that a step trained on, from the run's records and checked against the logged hash."""
+"""A run as it was recorded, and the tokens that a step trained on, checked against the logged hash."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import to_flat
 from gpt2lab.data.documents import find_documents
 from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
 from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.runs import history
+from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The folder of a run, its recipe, and where its data is now, if it was moved; its files are read once."""
+
+    folder: Path
+    recipe: Recipe
+    data_dir: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The folder as messages show it."""
+        return paths.display_path(self.folder)
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The settings of the last start."""
+        return history.read_config(self.folder)
+
+    @functools.cached_property
+    def log(self) -> Log:
+        """The run's log."""
+        return history.read_log(self.folder)
+
+    @functools.cached_property
+    def checkpoints(self) -> dict[int, CheckpointInfo]:
+        """The run's checkpoints by step, without reading their bytes."""
+        return {info.step: info for info in list_checkpoints(self.folder)[0]}
+
+    def settings(self, attempt: int) -> dict[str, Any]:
+        """Return the settings of one start: the current ones, with the changes of later resumes undone."""
+        settings = to_flat(self.config)
+        for event in reversed(self.log.of_kind("resume")):
+            if event["attempt"] > attempt:
+                undone = {name: change[0] for name, change in event.get("changes", {}).items()}
+                settings |= {name: value for name, value in undone.items() if name in settings}
+        return settings
+
+    def record(self, attempt: int) -> dict[str, Any]:
+        """Return what a start recorded about itself; {} if no record is left."""
+        return history.record_of_start(self.folder, attempt)
 
 
 @dataclass(frozen=True)
@@ -45,17 +91,12 @@ class StepTokens:
         return [known.of_targets(*row, self.windows.shape[1] - 1) for row in rows]
 
 
-def tokens_of_step(
-    run_dir: Path, step: int, recipe: Recipe, data_dir: tuple[str, ...] = ()
-) -> StepTokens:
+def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
     """Return what update number `step` of a run trained on.
-
-    `recipe`: of the run. `data_dir`: where its data is now, if it was moved.
 
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
-    config = history.read_config(run_dir)
-    log = history.read_log(run_dir)
+    config, log, run_dir = run.config, run.log, run.folder
     event, numbers = log.step(step), log.numbers
     if event is None:
         taken = (
@@ -69,10 +110,11 @@ def tokens_of_step(
         )
     context_length = config.model.context_length
     samples = begin["tokens_per_step"] // context_length
-    data = recipe.open_data(with_data_at(config, data_dir), history.read_tokenizer(run_dir))
-    recorded = history.record_of_start(run_dir, event["attempt"]).get("data_fingerprint")
-    if data_dir and recorded is not None:
-        require_same_data(data, recorded, words=data_dir, run=run_dir.name)
+    tokenizer = history.read_tokenizer(run_dir)
+    data = run.recipe.open_data(with_data_at(config, run.data_dir), tokenizer)
+    recorded = run.record(event["attempt"]).get("data_fingerprint")
+    if run.data_dir and recorded is not None:
+        require_same_data(data, recorded, words=run.data_dir, run=run_dir.name)
     order = training_order(
         data,
         context_length=context_length,

@@ -11,20 +11,17 @@ import numpy as np
 import torch
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.store import WINDOW
 from gpt2lab.errors import ConfigError, printable
 from gpt2lab.lab.replay import Change, Replay, first_difference, open_replay, without
-from gpt2lab.lab.step_tokens import StepTokens, tokens_of_step
+from gpt2lab.lab.step_tokens import RecordedRun, StepTokens, tokens_of_step
 from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import sum_of_squares
-from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.events import finite
 from gpt2lab.runs.history import Log
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.health import LEAST_SPREAD
-from gpt2lab.training.recipe import Recipe
 
 FEWEST_BEFORE = 8  # steps before one that may be a spike; the trainer, which acts, waits for more
 _LONGEST_CYCLE = 16  # tokens
@@ -271,21 +268,19 @@ class SpikeReport:
         return "\n".join(lines)
 
 
-def explain(
-    run_dir: Path, recipe: Recipe, step: int | None, *, worst: int, data_dir: tuple[str, ...] = ()
-) -> SpikeReport:
+def explain(run: RecordedRun, step: int | None, *, worst: int) -> SpikeReport:
     """Replay up to a step and split its gradient by sample.
 
-    `step`: None for the largest spike in the log. `data_dir`: where the run's data is now, if it was moved.
+    `step`: None for the largest spike in the log.
 
     Raises: ConfigError, CheckpointError, DataError: see `open_replay`.
     """
     how = None
     if step is None:
-        step, how = _choose(run_dir)
+        step, how = _choose(run)
     # Before anything is computed: the data may have changed.
-    tokens = tokens_of_step(run_dir, step, recipe, data_dir)
-    replay = open_replay(run_dir, recipe, first=step, last=step, data_dir=data_dir)
+    tokens = tokens_of_step(run, step)
+    replay = open_replay(run, first=step, last=step)
     departure = None
     replay.take_until(step - 1)
     if (first := replay.departure) is not None:
@@ -307,7 +302,7 @@ def explain(
         left.append(WithoutSample(number, *replay.measure(without(batch, mask, step=step))))
     replay.close()
     samples = _describe_samples(tokens, [part.sample for part in chosen])
-    return SpikeReport(run_dir, step, how, loss, norm, parts, samples, left, departure)
+    return SpikeReport(run.folder, step, how, loss, norm, parts, samples, left, departure)
 
 
 def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sample]:
@@ -330,15 +325,14 @@ def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sampl
     return samples
 
 
-def _choose(run_dir: Path) -> tuple[int, str]:
+def _choose(run: RecordedRun) -> tuple[int, str]:
     """Return the step of the largest spike and why it is that one."""
-    infos = catalog.list_checkpoints(run_dir)[0]
-    if not infos:
-        raise ConfigError(f"{paths.display_path(run_dir)}: no checkpoint to replay from")
-    found = largest_spike(history.read_log(run_dir), after=infos[0].step)
+    if not run.checkpoints:
+        raise ConfigError(f"{run.name}: no checkpoint to replay from")
+    found = largest_spike(run.log, after=min(run.checkpoints))
     if found is None:
         raise ConfigError(
-            f"{paths.display_path(run_dir)}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
+            f"{run.name}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
             f"compare with; give one with --step"
         )
     return found

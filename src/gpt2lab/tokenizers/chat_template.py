@@ -7,8 +7,6 @@ and every answer ends with it. So two of them in a row always mark the end of on
 next (finetuning/packed.py relies on it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +23,14 @@ JINJA = (
     "{% elif m['role'] == 'user' %}{{ '### Instruction:\\n' }}{{ m['content'] | trim }}{{ '\\n\\n### Response:\\n' }}"
     "{% else %}{{ m['content'] | trim }}{{ '<|endoftext|>' }}{% endif %}{% endfor %}"
 )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: str  # user | assistant; the first may be system
+    text: str
 
 
 def jinja(end_token: str) -> str:
@@ -91,14 +97,6 @@ def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
         return encode([Turn("user", text.strip())], tokenizer)[0]
     ids = encode_typed(text, tokenizer)
     return ids if ids[:1] == [tokenizer.end_of_text] else [tokenizer.end_of_text, *ids]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: str  # user | assistant; the first may be system
-    text: str
 
 
 def alternating(turns: Sequence[Turn], *, last: Literal["user", "assistant"]) -> tuple[Turn, ...]:

@@ -6,6 +6,7 @@ from torch._dynamo.utils import counters
 
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.lab.replay import open_replay
+from gpt2lab.lab.step_tokens import RecordedRun
 from gpt2lab.lab.why_spike import contributions
 from gpt2lab.training.recipe import PRETRAINING
 
@@ -22,7 +23,7 @@ def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(tiny_ru
     deep |= {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 2, "compile": "on"}
     run = tiny_run(stop_after_steps=3, **deep)
     traced = counters["stats"]["unique_graphs"]
-    replay = open_replay(run.path, PRETRAINING, first=3, last=3)
+    replay = open_replay(RecordedRun(run.path, PRETRAINING), first=3, last=3)
     parts = contributions(replay)
     replay.close()
     logged = run.steps()[3]
@@ -36,7 +37,7 @@ def test_a_step_after_a_change_of_optimizer_is_replayed(tiny_run):
     )
     change = {"optimizer": "adamw", "max_lr": 6e-4, "allow_change": "optimizer"}
     run.train("--resume=latest", stop_after_steps=None, **change)
-    again = open_replay(run.path, PRETRAINING, first=5, last=5)
+    again = open_replay(RecordedRun(run.path, PRETRAINING), first=5, last=5)
     again.take_until(5)
     assert (again.from_step, again.departure) == (4, None)
     again.close()

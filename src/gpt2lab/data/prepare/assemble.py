@@ -51,34 +51,31 @@ def assemble(
     so many tokens of training become the validation split.
     """
     folder.mkdir()
-    shard_tokens = request["shard_tokens"]
     listed = [(group.folder / file["name"], file) for group in groups for file in group.files]
     val: Iterable[np.ndarray] = (np.load(group.folder / "val.npy") for group in groups)
-    if cut is None and request["part"] == [1, 1]:
-        files = _link(_joined_with_small(listed, shard_tokens), folder, dataset, tokenizer)
-    elif cut is None:  # merge joins small shards over all parts
-        files = _link([[one] for one in listed], folder, dataset, tokenizer)
-    else:
-        ids = _joined([path for path, _ in listed])
-        files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens, tokenizer)
-        val = _blocks(ids[-cut:])
-    files += _write(val, folder, dataset, "val", shard_tokens, tokenizer)
-    manifest = {
-        "format": FORMAT,
-        "dataset": dataset,
-        "origin": origin,
-        "request": request,
-        "tokenizer": tokenizer.record(),
-        "documents": sum(file["documents"] for file in files),
-        "left_out": {kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
-        "split": {**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
-        "groups": [
-            {name: group.facts[name] for name in ("number", "val_tokens", "shares")}
-            for group in groups
-        ],
-        "files": files,
-    }
-    return _commit(folder, manifest, tokenizer)
+    shards = _Shards(folder, dataset, request["shard_tokens"], tokenizer)
+    if cut is not None:
+        ids = np.concatenate([np.empty(0, np.uint16), *_blocks(listed)])
+        shards.write([ids[:-cut]], "train")
+        val = [ids[-cut:]]
+    elif request["part"] == [1, 1]:
+        shards.link(_joined_with_small(listed, request["shard_tokens"]))
+    else:  # merge joins small shards over all parts
+        shards.link([[one] for one in listed])
+    shards.write(val, "val")
+    names = ("number", "val_tokens", "shares")
+    return shards.commit(
+        {
+            "format": FORMAT,
+            "dataset": dataset,
+            "origin": origin,
+            "request": request,
+            "tokenizer": tokenizer.record(),
+            "left_out": {kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
+            "split": {**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
+            "groups": [{name: group.facts[name] for name in names} for group in groups],
+        }
+    )
 
 
 def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
@@ -120,29 +117,23 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
         open_shard(path)  # names a missing file
         if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
-    listed = _joined_with_small(of_split["train"], first["request"]["shard_tokens"])
-    files = _link(listed, folder, dataset, tokenizer)
-    val = _blocks(_joined([path for path, _ in of_split["val"]]))
-    files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"], tokenizer)
+    shards = _Shards(folder, dataset, first["request"]["shard_tokens"], tokenizer)
+    shards.link(_joined_with_small(of_split["train"], first["request"]["shard_tokens"]))
+    shards.write(_blocks(of_split["val"]), "val")
     for split in SPLITS:
-        if sum(file["tokens"] for file in files if file["split"] == split) < 2:
+        if sum(file["tokens"] for file in shards.files if file["split"] == split) < 2:
             raise DataError(f"no text for the {split} split; prepare with another --val_tokens")
     manifests = [manifest for _, manifest in parts]
-    manifest = {
-        **first,
-        "request": {**first["request"], "part": [1, 1]},
-        "documents": sum(file["documents"] for file in files),
-        "left_out": {
-            kind: sum(m["left_out"][kind] for m in manifests) for kind in first["left_out"]
-        },
-        "split": {
-            **first["split"],
-            "held_back_tokens": sum(m["split"]["held_back_tokens"] for m in manifests),
-        },
-        "groups": [group for m in manifests for group in m["groups"]],
-        "files": files,
-    }
-    return _commit(folder, manifest, tokenizer)
+    held_back = sum(manifest["split"]["held_back_tokens"] for manifest in manifests)
+    return shards.commit(
+        {
+            **first,
+            "request": {**first["request"], "part": [1, 1]},
+            "left_out": {k: sum(m["left_out"][k] for m in manifests) for k in first["left_out"]},
+            "split": {**first["split"], "held_back_tokens": held_back},
+            "groups": [group for manifest in manifests for group in manifest["groups"]],
+        }
+    )
 
 
 def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
@@ -226,26 +217,58 @@ def _joined_with_small(listed: Sequence[_Listed], shard_tokens: int) -> list[lis
     return runs
 
 
-def _link(
-    listed: Sequence[Sequence[_Listed]], folder: Path, dataset: str, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
-    """Give training shards their place in `folder` and their number; return their entries of the manifest."""
-    files = []
-    for number, run in enumerate(listed):
-        name = f"{dataset}_train_{number:06d}.npy"
-        if len(run) == 1:
-            ((path, file),) = run
-            _link_or_copy(path, folder / name)
-            files.append({**file, "name": name})
-        else:
-            blocks = (
-                np.load(path, mmap_mode="r")[a : a + _BLOCK]
-                for path, file in run
-                for a in range(0, file["tokens"], _BLOCK)
-            )
-            total = sum(file["tokens"] for _, file in run)
-            files += _write(blocks, folder, dataset, "train", total, tokenizer, first=number)
-    return files
+class _Shards:
+    """The shards of a new folder, each with its place, its number and its entry of the manifest."""
+
+    def __init__(self, folder: Path, dataset: str, shard_tokens: int, tokenizer: Tokenizer) -> None:
+        self.files: list[dict[str, Any]] = []
+        self._folder, self._dataset = folder, dataset
+        self._shard_tokens, self._tokenizer = shard_tokens, tokenizer
+
+    def link(self, listed: Sequence[Sequence[_Listed]]) -> None:
+        """Take training shards as they are; several that belong together are written as one."""
+        for number, run in enumerate(listed):
+            if len(run) == 1:
+                ((path, file),) = run
+                name = f"{self._dataset}_train_{number:06d}.npy"
+                _link_or_copy(path, self._folder / name)
+                self.files.append({**file, "name": name})
+            else:
+                total = sum(file["tokens"] for _, file in run)
+                self.write(_blocks(run), "train", shard_tokens=total, first=number)
+
+    def write(
+        self,
+        blocks: Iterable[np.ndarray],
+        split: str,
+        *,
+        shard_tokens: int | None = None,
+        first: int = 0,
+    ) -> None:
+        """Write ids as shards of a split."""
+        writer = ShardWriter(
+            self._folder,
+            split,
+            shard_tokens=shard_tokens or self._shard_tokens,
+            tokenizer=self._tokenizer,
+            dataset=self._dataset,
+            first=first,
+        )
+        with contextlib.closing(writer):
+            for ids in blocks:
+                writer.add(ids)
+            writer.finish()
+            faultpoint("data.before_manifest", 0)
+            self.files += writer.files
+
+    def commit(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Write the tokenizer's files and, last, the manifest, which lists the shards too; return it."""
+        for name, content in self._tokenizer.files.items():
+            write_durably(self._folder / name, content)
+        manifest["documents"] = sum(file["documents"] for file in self.files)
+        manifest["files"] = sorted(self.files, key=lambda file: (file["split"], file["name"]))
+        write_manifest(self._folder, manifest)
+        return manifest
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
@@ -257,39 +280,9 @@ def _link_or_copy(path: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _write(
-    blocks: Iterable[np.ndarray],
-    folder: Path,
-    dataset: str,
-    split: str,
-    shard_tokens: int,
-    tokenizer: Tokenizer,
-    first: int = 0,
-) -> list[dict[str, Any]]:
-    writer = ShardWriter(
-        folder, split, shard_tokens=shard_tokens, tokenizer=tokenizer, dataset=dataset, first=first
+def _blocks(listed: Iterable[_Listed]) -> Iterable[np.ndarray]:
+    return (
+        np.load(path, mmap_mode="r")[begin : begin + _BLOCK]
+        for path, file in listed
+        for begin in range(0, file["tokens"], _BLOCK)
     )
-    with contextlib.closing(writer):
-        for ids in blocks:
-            writer.add(ids)
-        writer.finish()
-        faultpoint("data.before_manifest", 0)
-        return writer.files
-
-
-def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    for name, content in tokenizer.files.items():
-        write_durably(folder / name, content)
-    manifest["files"].sort(key=lambda file: (file["split"], file["name"]))
-    write_manifest(folder, manifest)
-    return manifest
-
-
-def _joined(paths: Sequence[Path]) -> np.ndarray:
-    return np.concatenate(
-        [np.empty(0, np.uint16), *(np.load(path, mmap_mode="r") for path in paths)]
-    )
-
-
-def _blocks(ids: np.ndarray) -> Iterable[np.ndarray]:
-    return (ids[begin : begin + _BLOCK] for begin in range(0, len(ids), _BLOCK))

@@ -4,8 +4,6 @@ A group follows from the names and sizes of the files alone. Processes, machines
 groups, so that the shards do not depend on how many of them there are.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +92,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Fil
         count = max(1, -(-file.size // max(1, largest))) if file.divides else 1
         shares += [Share(file, number, count) for number in range(count)]
     if shuffle:
-        shares.sort(key=lambda s: hash_of(f"{s.file.name} {s.number}").digest())
+        shares.sort(key=lambda s: hash_of(f"{s.file.name} {s.number}"))
     total = sum(share.size for share in shares)
     wanted = max(1, round(total / group_bytes))
     ends = accumulate(share.size for share in shares)
@@ -133,6 +131,6 @@ def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGro
     return tuple(groups[(i - 1) * len(groups) // n : i * len(groups) // n])
 
 
-def hash_of(names: str) -> hashlib._Hash:
+def hash_of(names: str) -> bytes:
     """Hash names of files, also those that are not UTF-8."""
-    return hashlib.sha256(names.encode(errors="surrogateescape"))
+    return hashlib.sha256(names.encode(errors="surrogateescape")).digest()

@@ -38,7 +38,7 @@ class TextSource:
         """Identifies the documents as far as possible before they are read: a hash of the files' names and sizes."""
         at = f", revision {self.revision}" if self.revision else ""
         listed = "".join(f"{file.name} {file.size}\n" for file in self.files)
-        return f"{hash_of(listed).hexdigest()}, column {self.text_column}{at}"
+        return f"{hash_of(listed).hex()}, column {self.text_column}{at}"
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -135,7 +135,7 @@ def _mixed_files(root: Path, names: Iterable[Path]) -> tuple[File, ...]:
         File(name.as_posix(), (root / name).stat().st_size, str(root / name), "text")
         for name in names
     ]
-    return tuple(sorted(files, key=lambda file: hash_of(file.name).digest()))
+    return tuple(sorted(files, key=lambda file: hash_of(file.name)))
 
 
 def _hugging_face(
