@@ -78,8 +78,7 @@ def train(
     (tmp_path / "wandb.py").write_text(stand_in.replace("{!r}", repr(str(tmp_path / "said"))))
     patch.setenv("PYTHONPATH", str(tmp_path))
     patch.setattr(Library, "is_installed", lambda self: True)
-    for module in ("followers", "extension"):
-        patch.setattr(f"gpt2lab.tracking.{module}.FINISH_SECONDS", patience)
+    patch.setattr(tracking, "FINISH_SECONDS", patience)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--track=wandb"]))
     return tmp_path / "r"
 
