@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpt2lab import fmt, paths
 from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import ModelConfig, RecipeName
-from gpt2lab.config.settings import to_flat, wrong_flags
-from gpt2lab.config.settings_file import read_dict, read_file, read_values
+from gpt2lab.config.settings import to_flat, wrong_types
+from gpt2lab.config.settings_file import read_file, read_values
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
 from gpt2lab.runs import history
@@ -205,7 +205,7 @@ def train(
     values, base = read_values(settings), config if isinstance(config, dict) else {}
     tunes = {**base, **values}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
-    file = read_dict(base, recipe)
+    file = read_values(base, recipe)
     if config is not None and not isinstance(config, dict):
         file = read_file(paths.from_working_directory(_as_path(config)), recipe)
     request = make_request(
@@ -261,5 +261,5 @@ def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
         name: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v
         for name, v in flags.items()
     }
-    if problems := wrong_flags(target, plain):
-        raise ConfigError("; ".join(problems))
+    if problems := wrong_types(plain, target):
+        raise ConfigError("; ".join(problems.values()))

@@ -12,16 +12,20 @@ from gpt2lab.errors import CheckpointError
 from gpt2lab.runs import history
 from gpt2lab.runs.overview import describe_mirror
 from gpt2lab.runs.summary import checkpoint_table
+from gpt2lab.runs.target import find_run
 
 
 def print_checkpoints(
     checkpoint_dir: Path, *, run_name: str | None, as_json: bool, verify_bytes: bool = False
 ) -> int:
-    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code.
+    """Print the checkpoints of every run, or of one, as tables or as one JSON object; return the exit code.
 
     `verify_bytes` reads every byte: the exit code is then 1 if something is damaged.
     """
-    runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
+    runs = catalog.run_folders(checkpoint_dir)
+    if run_name is not None:
+        runs = [find_run(run_name, checkpoint_dir)]
+        checkpoint_dir = runs[0].parent
     listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
     listed = [entry for entry in listed if entry[1] or entry[2]]
     for _, infos, damaged in listed if verify_bytes else ():

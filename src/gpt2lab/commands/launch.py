@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import name_of
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 from gpt2lab.paths import LAUNCHED
@@ -32,9 +31,11 @@ if TYPE_CHECKING:
 def count_ranks(typed: str | None, *, device: str) -> int:
     """Return how many ranks `--gpus` asks for; `auto`: one for each visible GPU, and one on the CPU without any.
 
-    Raises: ConfigError if this process is a rank itself.
+    A rank that they started has the flag too, and takes the number from its launcher.
+
+    Raises: ConfigError if this process is a rank of torchrun.
     """
-    if typed is None:
+    if typed is None or LAUNCHED in os.environ:
         return int(os.environ.get("WORLD_SIZE", "1"))
     if typed == "auto":
         from gpt2lab.planner.machine import detect_hardware
@@ -71,23 +72,13 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
         )
         try:
             with doing(""):  # the ranks print
-                elastic_launch(config, sys.executable)("-u", *program, *_without_gpus(argv))
+                elastic_launch(config, sys.executable)("-u", *program, *argv)
             return 0
         except (ChildFailedError, SignalException) as error:
             ended = error
         for number in STOP_SIGNALS:  # the launcher's handlers would raise
             signal.signal(number, signal.SIG_IGN)
         return _report(ended, Path(folder), ranks)
-
-
-def _without_gpus(argv: Sequence[str]) -> list[str]:
-    kept, words = [], iter(argv)
-    for word in words:
-        if name_of(word) != "gpus":
-            kept.append(word)
-        elif "=" not in word:
-            next(words)
-    return kept
 
 
 def _report(ended: ChildFailedError | SignalException, folder: Path, ranks: int) -> int:

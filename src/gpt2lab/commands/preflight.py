@@ -32,7 +32,7 @@ from gpt2lab.files import staged_file
 from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.paths import LAUNCHED
-from gpt2lab.planner.auto import NOT_COUNTED, fitting_flag, memory_here
+from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -169,16 +169,10 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
     if config.system.fsdp_offload:
         return Check("memory", "warning", NOT_COUNTED)
-    needed = f"{fmt.num_bytes(need.needed)} a rank predicted"
+    detail = describe_memory(need)
     if need.available is None:
-        return Check("memory", "warning", f"{needed}; what is free is not known here", numbers)
-    detail = f"{needed}, {fmt.num_bytes(need.available)} free for each"
-    if need.fits:
-        return Check("memory", "ok", detail, numbers)
-    fix = "not even one sequence at a time fits: a smaller --model or --context_length does"
-    if flag := fitting_flag(need):
-        fix = f"{flag} fits"
-    return Check("memory", "failed", f"{detail}; {fix}", numbers)
+        return Check("memory", "warning", f"{detail}; what is free is not known here", numbers)
+    return Check("memory", "ok" if need.fits else "failed", detail, numbers)
 
 
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
@@ -271,7 +265,7 @@ def command_to_start(checks: list[Check]) -> str:
         starts = [i for i, word in enumerate(words) if word in ("-m", sys.argv[0])]
         starts = [i for i in starts if words[i] != "-m" or words[i + 1].startswith("gpt2lab")]
         if LAUNCHED in os.environ:
-            launcher, flags = [paths.program("python")], [*flags, "--gpus", world]
+            launcher = [paths.program("python")]
         elif starts:
             launcher = words[: starts[0]]
     grace = next((check for check in checks if check.name == "grace"), None)

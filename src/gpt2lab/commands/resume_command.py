@@ -156,21 +156,18 @@ def write(continuation: Continuation, *, output: Output) -> str:
         )
     if output == "slurm":
         return write_slurm(job)
-    command, folder = write_command(job), fmt.word_of_bash(str(job.folder))
+    command, folder = _command(job), fmt.word_of_bash(str(job.folder))
     script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
     return script if output == "script" else command
 
 
-def launcher(job: Job) -> tuple[str, ...]:
-    """Return the words before the program, on one node."""
-    if job.processes == 1:
-        return (paths.program("python"),)
-    return (paths.program("torchrun"), "--standalone", f"--nproc_per_node={job.processes}")
-
-
-def write_command(job: Job) -> str:
-    """Write the command line."""
-    return fmt.command_line((*launcher(job), *job.words))
+def _command(job: Job, *of_torchrun: str) -> str:
+    """Write the command line of one node; `of_torchrun`: more flags of torchrun, for several processes."""
+    launcher = [paths.program("python")]
+    if job.processes > 1:
+        each = f"--nproc_per_node={job.processes}"
+        launcher = [paths.program("torchrun"), "--standalone", each, *of_torchrun]
+    return fmt.command_line((*launcher, *job.words))
 
 
 def write_slurm(job: Job) -> str:
@@ -186,7 +183,7 @@ def write_slurm(job: Job) -> str:
         "--requeue",
         "--open-mode=append",
     ]
-    head, start = "", write_command(job)
+    head, start = "", _command(job, _SHUTDOWN)
     if job.nodes > 1:
         head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         program = fmt.word_of_bash(paths.program("torchrun"))
@@ -195,9 +192,6 @@ def write_slurm(job: Job) -> str:
             f'    --rdzv_backend=c10d --rdzv_endpoint="$head:{_PORT}" --rdzv_id="$SLURM_JOB_ID" \\\n'
             f"    {fmt.command_line(job.words)}"
         )
-    elif job.processes > 1:
-        first, *rest = launcher(job)
-        start = fmt.command_line((first, *rest, _SHUTDOWN, *job.words))
     lines = "".join(f"#SBATCH {option}\n" for option in options)
     return (
         f"#!/usr/bin/env bash\n{lines}"

@@ -6,6 +6,8 @@ gpt2lab runs list latest --verify
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
+gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab runs import old/model.pt --trust --run_name old
 gpt2lab runs sync latest --to trackio
 gpt2lab runs rebuild-tensorboard latest
 gpt2lab runs repair-log latest
@@ -28,6 +30,7 @@ from typing import Any, Literal
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
+from gpt2lab.commands.checkpoints import print_checkpoints
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.settings import to_flat
@@ -57,10 +60,12 @@ class List:
 
     def execute(self) -> int:
         """Print the list and return the exit code."""
-        from gpt2lab.commands.train import list_checkpoints
-
-        folder = paths.runs_folder(self.checkpoint_dir)
-        return list_checkpoints(self.run, folder, as_json=self.json, verify=self.verify)
+        return print_checkpoints(
+            paths.runs_folder(self.checkpoint_dir),
+            run_name=self.run,
+            as_json=self.json,
+            verify_bytes=self.verify,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of another program the first one of a run; flags of the trainer are passed on."""
+    """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
+
+    Flags of the trainer are passed on.
+    """
 
     file: str = argument("the .pt file")
     run_name: str | None = option(None, "folder of the run; default MODEL_YYYYmmdd-HHMMSS")
@@ -203,12 +211,6 @@ class RepairLog:
         return 0
 
 
-_IMPORT = """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
-
-gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
-gpt2lab runs import old/model.pt --trust --run_name old
-
-Flags of the trainer are passed on."""
 VERBS = {
     "list": List,
     "verify": Verify,
@@ -232,8 +234,7 @@ def import_checkpoint(argv: list[str]) -> int:
     from gpt2lab.commands.train import main as train
 
     more: list[str] = []
-    name = "gpt2lab runs import"
-    flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
+    flags = parse_flags(Import, argv, name="gpt2lab runs import", passed_on=more)
     named = [] if flags.run_name is None else ["--run_name", flags.run_name]
     return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
 

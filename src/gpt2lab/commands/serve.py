@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(Serve, argv)
     token = os.environ.get(_TOKEN)
     _check(flags, token)
-    with _listen(flags.host, flags.port) as listener:
+    with listen(flags.host, flags.port) as listener:
         completer = load(flags, SamplingParams())
         from gpt2lab.serving.app import build_app
         from gpt2lab.serving.connections import server_of
@@ -102,7 +102,7 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
     Raises: ConfigError if the address cannot be used.

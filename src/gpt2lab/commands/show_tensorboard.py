@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.serve import listen
 from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import regular
@@ -78,7 +79,9 @@ def _running(pid_file: Path) -> dict[str, int] | None:
 
 
 def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
-    _check_port(port)
+    if not 0 < port < 65536:
+        raise ConfigError(f"port {port} must be from 1 to 65535")
+    listen(_HOST, port).close()
     log = folder / ".tensorboard.log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
     with (
@@ -118,14 +121,3 @@ def _stop(pid_file: Path, pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
         time.sleep(0.05)
     pid_file.unlink(missing_ok=True)
-
-
-def _check_port(port: int) -> None:
-    if not 0 < port < 65536:
-        raise ConfigError(f"port {port} must be from 1 to 65535")
-    try:
-        socket.create_server((_HOST, port)).close()
-    except OSError as error:
-        raise ConfigError(
-            f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another --port"
-        ) from error

@@ -33,8 +33,13 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     actions, request = arguments.actions, arguments.request
     place = request.config.checkpoint
     if actions.list_checkpoints:
-        return list_checkpoints(
-            place.run_name, place.checkpoint_dir, as_json=actions.json, verify=actions.verify
+        from gpt2lab.commands.checkpoints import print_checkpoints
+
+        return print_checkpoints(
+            place.checkpoint_dir,
+            run_name=place.run_name,
+            as_json=actions.json,
+            verify_bytes=actions.verify,
         )
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
@@ -52,7 +57,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     imported = actions.import_checkpoint
     if imported is not None and not imported.expanduser().exists():
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
-    starts_ranks = actions.gpus is not None and ranks > 1
+    starts_ranks = actions.gpus is not None and ranks > 1 and paths.LAUNCHED not in os.environ
     if starts_ranks and not actions.preflight and request.resume is None:
         from gpt2lab.training.resolve import resolve
 
@@ -145,17 +150,6 @@ def extensions() -> list[Extension]:
 def finetune(argv: list[str]) -> int:
     """Fine-tune."""
     return main(argv, "finetune")
-
-
-def list_checkpoints(name: str | None, folder: Path, *, as_json: bool, verify: bool) -> int:
-    """List the checkpoints of all runs in a folder, or of one; return 1 if `verify` found a damaged one."""
-    from gpt2lab.commands.checkpoints import print_checkpoints
-    from gpt2lab.runs.target import find_run
-
-    if name is not None:
-        run_dir = find_run(name, folder)
-        folder, name = run_dir.parent, run_dir.name
-    return print_checkpoints(folder, run_name=name, as_json=as_json, verify_bytes=verify)
 
 
 def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:

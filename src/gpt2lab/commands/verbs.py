@@ -73,19 +73,14 @@ WITHIN = {
     "runs tensorboard": Verb("start or stop TensorBoard", ".show_tensorboard"),
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+# Verbs of earlier versions, and those that are typed without the verb that they belong to.
 GONE = {
     **{name.partition(" ")[2]: name for name in WITHIN},
-    **{
-        "list": "runs list",
-        "preflight": "train --preflight",
-        "gpu-info": "doctor",
-        "env": "doctor [RUN]",
-    },
+    **{name: f"data {name}" for name in ("merge", "stats", "show", "verify")},
+    **{name: f"runs {name}" for name in ("list", "rm", "archive", "sync")},
+    **{name: f"runs {name}" for name in ("rebuild-tensorboard", "repair-log")},
+    **{"preflight": "train --preflight", "gpu-info": "doctor", "env": "doctor [RUN]"},
     "memory-check": "doctor --model NAME",
-}
-_INSIDE = {  # verbs that are typed without the verb that they belong to
-    **dict.fromkeys(("merge", "stats", "show", "verify"), "data"),
-    **dict.fromkeys(("rm", "archive", "sync", "rebuild-tensorboard", "repair-log"), "runs"),
 }
 
 _PAGE = """gpt2lab {version}: train GPT-2 from scratch
@@ -116,9 +111,7 @@ def main(argv: list[str]) -> int:
     if (both := " ".join([name, *argv[1:2]]).replace("_", "-")) in WITHIN:
         return WITHIN[both].load()(argv[2:])
     if name in GONE:
-        raise ConfigError(f"gpt2lab {name}: this is now gpt2lab {GONE[name]}")
-    if name in _INSIDE:
-        raise ConfigError(f"gpt2lab {name}: it is gpt2lab {_INSIDE[name]} {name}")
+        raise ConfigError(f"gpt2lab {name}: it is gpt2lab {GONE[name]}")
     if name not in VERBS:
         hint = fmt.did_you_mean(name, VERBS, "gpt2lab --help lists them")
         raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")

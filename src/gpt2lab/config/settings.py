@@ -135,25 +135,16 @@ def _no_folder_name(name: str) -> str:
     )
 
 
-def wrong_types(values: dict[str, Any]) -> dict[str, str]:
-    """Return {setting: problem} of the values of a file that have another type than their setting."""
+def wrong_types(values: dict[str, Any], target: type | None = None) -> dict[str, str]:
+    """Return {name: problem} of the JSON values of another type than their setting, or than their field in `target`."""
+    kinds = _TYPES if target is None else get_type_hints(target)
     return {
-        name: _wrong(name, value, _TYPES[name])
+        name: _wrong(name, value, kinds[name])
         for name, value in values.items()
-        if name in LEAVES
-        and not _is_of(value, _TYPES[name])
+        if name in kinds
+        and not _is_of(value, kinds[name])
         and not (name == "sample_prompt" and isinstance(value, str))  # any text; others name files
     }
-
-
-def wrong_flags(target: type, values: dict[str, Any]) -> list[str]:
-    """Return a line for each JSON value of another type than the field of its name in a dataclass of flags."""
-    kinds = get_type_hints(target)
-    return [
-        _wrong(name, value, kinds[name])
-        for name, value in values.items()
-        if not _is_of(value, kinds[name])
-    ]
 
 
 def as_recorded(values: dict[str, Any]) -> dict[str, Any]:

@@ -47,28 +47,21 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
     values = without_what_follows(values)
     if recipe == "pretrain" and values.get("instructions") is not None:
         raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
-    unused = _of_other_recipe(recipe)
-    return as_recorded({n: value for n, value in values.items() if n not in unused})
+    return as_recorded(_without_other_recipe(values, recipe))
 
 
-def read_values(values: dict[str, Any]) -> dict[str, Any]:
+def read_values(values: dict[str, Any], recipe: RecipeName | None = None) -> dict[str, Any]:
     """Return settings that a program gives, as `read_file` does those of a file.
+
+    `recipe`: they are in place of a file, such as those of another run, for a start of that recipe.
 
     Raises: ConfigError naming every one that cannot be used.
     """
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     if problems := _problems(plain):
         raise ConfigError("; ".join(problems.values()))
-    return as_recorded(without_what_follows(plain))
-
-
-def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
-    """Return settings that a program gives in place of a file, such as those of another run, as `read_file` does.
-
-    Raises: ConfigError naming every one that cannot be used.
-    """
-    found, unused = read_values(values), _of_other_recipe(recipe)
-    return {name: value for name, value in found.items() if name not in unused}
+    found = as_recorded(without_what_follows(plain))
+    return found if recipe is None else _without_other_recipe(found, recipe)
 
 
 def _with_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +86,10 @@ def _problems(values: dict[str, Any]) -> dict[str, str]:
     return unknown | wrong
 
 
-def _of_other_recipe(recipe: RecipeName) -> frozenset[str]:
-    """Return the settings of the other recipe, which a run's config.json holds too, unused."""
-    return TUNING if recipe == "pretrain" else OF_SHARDS
+def _without_other_recipe(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
+    """Leave out the settings of the other recipe, which a run's config.json holds too, unused."""
+    unused = TUNING if recipe == "pretrain" else OF_SHARDS
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def _read_text(path: Path) -> str:

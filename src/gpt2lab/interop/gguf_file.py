@@ -7,7 +7,6 @@ embedding, vectors and positions stay fp32 whatever the type of the matrices.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,22 +28,11 @@ from gpt2lab.tokenizers.interface import Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.opening import why_no_text
 
 GgufDtype = Literal["float32", "float16", "q8_0"]
-# By llama.cpp's name: the values as they are stored, and gguf's type.
-_Stored = dict[str, tuple[np.ndarray, Any]]
+# By our name: llama.cpp's name, the values as they are stored, and gguf's type.
+_Stored = dict[str, tuple[str, np.ndarray, Any]]
 _TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # GGMLQuantizationType
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _BLOCK = 32  # values of a row that share a scale in q8_0
-_NAMES = {
-    "wte": "token_embd",
-    "wpe": "position_embd",
-    "ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
 
 
 def export_gguf(
@@ -168,24 +156,20 @@ def _metadata(gguf: Any, target: Target, tokenizer: Tokenizer, dtype: GgufDtype)
 
 
 def _tensors(gguf: Any, model: GPT, dtype: GgufDtype) -> _Stored:
+    # By transformers' names: transformer.h.3.attn.c_attn.bias -> blk.3.attn_qkv.bias.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
     stored = {}
-    for full_name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():
         values = parameter.detach()
-        if full_name == "wte.weight":
+        if name == "wte.weight":
             values = values[: model.config.id_limit]  # without padding rows
-        is_matrix = values.dim() == 2 and full_name != "wpe.weight"
+        is_matrix = values.dim() == 2 and name != "wpe.weight"
         kind = gguf.GGMLQuantizationType[_TYPES[dtype if is_matrix else "float32"]]
-        stored[_name(full_name)] = gguf.quants.quantize(values.contiguous().numpy(), kind), kind
+        theirs = names.get_name(
+            "transformer." + name.replace("blocks.", "h."), try_suffixes=(".weight", ".bias")
+        )
+        stored[name] = theirs, gguf.quants.quantize(values.contiguous().numpy(), kind), kind
     return stored
-
-
-def _name(full_name: str) -> str:
-    """Return llama.cpp's name of a parameter: blocks.3.attn.c_attn.bias -> blk.3.attn_qkv.bias."""
-    layer, _, which = full_name.rpartition(".")
-    block = re.match(r"blocks\.(\d+)\.", layer)
-    if block is None:
-        return f"{_NAMES[layer]}.{which}"
-    return f"blk.{block[1]}.{_NAMES[layer[block.end() :]]}.{which}"
 
 
 def _write(gguf: Any, path: Path, metadata: dict[str, Any], tensors: _Stored) -> None:
@@ -195,7 +179,7 @@ def _write(gguf: Any, path: Path, metadata: dict[str, Any], tensors: _Stored) ->
         writer.add_key_value(
             key, value, gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
         )
-    for name, (values, kind) in tensors.items():
+    for name, values, kind in tensors.values():
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -218,7 +202,7 @@ def _check(
         if found != (np.float32(value) if isinstance(value, float) else value):
             raise CheckError(f"export discarded: gguf reads back another value of {key}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    for name, (values, kind) in tensors.items():
+    for name, values, kind in tensors.values():
         found = stored.pop(name, None)
         if found is None or found.tensor_type != kind or not np.array_equal(found.data, values):
             raise CheckError(f"export discarded: gguf reads back another tensor {name}")
@@ -229,7 +213,7 @@ def _check(
     with torch.no_grad():
         expected = model(ids)[..., :real]
         for full_name, parameter in model.named_parameters():
-            values, kind = tensors[_name(full_name)]
+            _, values, kind = tensors[full_name]
             restored = torch.from_numpy(gguf.quants.dequantize(values, kind))
             parameter[: len(restored)].copy_(restored)
         found = model(ids)[..., :real]

@@ -107,8 +107,8 @@ def import_folder(
     measured = _measure(files, assumed.id, tokenizer)
     end_of_text = _confirmed_end_of_text(files, measured, assumed, wanted.end_of_text)
     entries = [
-        _entry(file, split, facts, end_of_text)
-        for file, split, facts in zip(files, splits, measured, strict=True)
+        _entry(file, split, found, end_of_text)
+        for file, split, found in zip(files, splits, measured, strict=True)
     ]
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -361,11 +361,8 @@ class _Marks:
         self._seen = last
 
 
-@dataclass(frozen=True)
-class _Measured:
-    facts: dict[str, Any]  # of measure_shard
-    index_hash: str | None
-    marks: _Marks | None
+# What `measure_shard` returns and, of a file with an index, the index and the marks.
+_Measured = tuple[dict[str, Any], _Marks | None]
 
 
 def _measure(
@@ -381,11 +378,13 @@ def _measure_file(
     file: TokenFile, end_of_text: int | None, tokenizer: Tokenizer | None
 ) -> _Measured:
     dtype, bound = DTYPES[file.dtype]
-    marks, index_hash = None, None
+    marks: _Marks | None = None
+    index: dict[str, Any] = {}
     with system_errors_as(DataError, file.path, what="cannot be read"):
         if file.index is not None:
             assert file.layout in ("datatrove", "megatron")  # no others have one
-            index_hash = sha256_of(file.index)
+            record = {"name": file.index.name, "layout": file.layout}
+            index = {"index": {**record, "sha256": sha256_of(file.index)}}
             ends = read_document_ends(file.layout, file.index)
             marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
         facts = measure_shard(
@@ -409,14 +408,14 @@ def _measure_file(
             f"{file.path}: token id {facts['max_id']}, {tokenizer.title}'s end at {tokenizer.size - 1}; "
             f"another tokenizer, or not {file.dtype} tokens"
         )
-    return _Measured(facts, index_hash, marks)
+    return facts | index, marks
 
 
 def _confirmed_end_of_text(
     files: list[TokenFile], measured: list[_Measured], assumed: EndOfText, typed: Place | None
 ) -> EndOfText:
     """Return what separates the documents, by the indices where there are any."""
-    marks = [one.marks for one in measured if one.marks is not None]
+    marks = [one for _, one in measured if one is not None]
     if not marks or assumed.id is None:
         return assumed
     count, before, after = (
@@ -437,15 +436,12 @@ def _confirmed_end_of_text(
 def _entry(
     file: TokenFile, split: str, measured: _Measured, end_of_text: EndOfText
 ) -> dict[str, Any]:
-    entry = {"name": file.path.name, "split": split, "tokens": file.tokens, **measured.facts}
+    facts, marks = measured
+    entry = {"name": file.path.name, "split": split, "tokens": file.tokens, **facts}
     if end_of_text.id is None:
-        entry["documents"] = measured.marks.count if measured.marks else 0
+        entry["documents"] = marks.count if marks else 0
+    else:
+        entry.pop("index", None)
     if file.layout != "npy":
         entry |= {"dtype": DTYPES[file.dtype][0], "offset": file.offset}
-    if end_of_text.id is None and file.index is not None:
-        entry["index"] = {
-            "name": file.index.name,
-            "layout": file.layout,
-            "sha256": measured.index_hash,
-        }
     return entry

@@ -152,8 +152,8 @@ def build_app(
         Route("/health", service.health),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.models),
-        Route("/v1/completions", service.completions, methods=["POST"]),
-        Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+        Route("/v1/completions", service.answer, methods=["POST"]),
+        Route("/v1/chat/completions", service.answer, methods=["POST"]),
     ]
     handlers: Any = dict.fromkeys((Problem, HTTPException, Exception), _answer_error)
     return Starlette(routes=routes, exception_handlers=handlers), engine
@@ -199,18 +199,12 @@ class _Service:
             told["requests"] = len(self.engine.generations)
         return _json(told)
 
-    async def completions(self, request: Request) -> Response:
-        return await self.answer(request, is_chat=False)
-
-    async def chat_completions(self, request: Request) -> Response:
-        if not self.can_chat:
-            self.check(request)
+    async def answer(self, request: Request) -> Response:
+        self.check(request)
+        is_chat = request.url.path == "/v1/chat/completions"
+        if is_chat and not self.can_chat:
             why = f"{self.name} was not fine-tuned on conversations; use /v1/completions"
             raise Problem(400, why, param="model")
-        return await self.answer(request, is_chat=True)
-
-    async def answer(self, request: Request, *, is_chat: bool) -> Response:
-        self.check(request)
         try:
             content = await asyncio.wait_for(_body(request), _BODY_SECONDS)
         except asyncio.TimeoutError:

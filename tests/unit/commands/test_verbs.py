@@ -53,7 +53,7 @@ def test_every_script_runs_a_verb():
 def test_there_are_22_verbs_and_those_that_went_name_the_new_form():
     assert len(VERBS) == 22  # benchmark, which is not shipped, among them
     for name, new in verbs.GONE.items():
-        with pytest.raises(ConfigError, match=re.escape(f"{name}: this is now gpt2lab {new}")):
+        with pytest.raises(ConfigError, match=re.escape(f"{name}: it is gpt2lab {new}")):
             verbs.main([name, "--help"])
         assert " ".join(new.split()[:2]) in EVERY or new.split()[0] in VERBS
 

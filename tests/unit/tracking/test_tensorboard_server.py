@@ -43,7 +43,7 @@ def test_a_server_is_started_once_and_ended_alone(tmp_path):
         (tmp_path / "other").mkdir()
         code, said, error = show(tmp_path / "other", "--port", port)
         assert (code, said, error.count("\n")) == (2, "", 1)
-        assert f"port {port} cannot be used (Address already in use)" in error
+        assert f"port {port} of localhost cannot be used (Address already in use)" in error
         assert list((tmp_path / "other").iterdir()) == []
     finally:
         stopped = show(tmp_path, "--stop")
