@@ -5,11 +5,9 @@ The full lines are in `tests/golden/messages.json`. To record a new wording:
     UPDATE_GOLDEN=1 pytest -n 0 tests/unit/commands/test_bad_input.py
 """
 
-import json
-import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +28,6 @@ from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
 from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
-
-MESSAGES = Path(__file__).resolve().parents[2] / "golden" / "messages.json"
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,16 @@ SAVED = {
     **{"device": "cpu", "dtype": "fp32", "compile": "off", "min_lr": 6e-5, "warmup_steps": 2},
 }
 NAMELESS = [flag for flag in FLAGS if not flag.startswith("--run_name")]
+ENDLESS = [flag for flag in FLAGS if not flag.startswith("--max_steps")]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is wrong, the flags, and parts of the one line that says so."""
+    """The flags, and what is wrong with the folder."""
 
     argv: list[str]
-    says: tuple[str, ...]
     spoil: Callable[[Place], object] = lambda place: None
-    flags: tuple[str, ...] = tuple(FLAGS)
+    flags: list[str] = field(default_factory=lambda: FLAGS)
 
 
 def _file_in_the_way(place: Place) -> None:
@@ -118,149 +114,70 @@ def _other_data(place: Place) -> None:
 
 CASES = {
     # data
-    "data folder missing": Case(
-        ["--data_dir=nowhere"], ("nowhere: no such data", "gpt2lab prepare")
-    ),
-    "data folder empty": Case([], ("data: no train shards", "gpt2lab prepare"), Place.empty_folder),
-    "data folder is a file": Case(
-        ["--data_dir=data/tiny_val_000000.npy"], ("tiny_val_000000.npy", "folder")
-    ),
-    "shard of floats": Case(
-        [], ("tiny_train_000001.npy", "float32"), lambda p: p.shard(np.zeros(400, np.float32))
-    ),
-    "shard shorter than a window": Case(
-        [],
-        ("train shard 1: 16 tokens", "context_length 16", "longer shards or a smaller"),
-        lambda p: p.shard(np.zeros(CONTEXT, np.uint16)),
-    ),
-    "validation shorter than a window": Case(
-        ["--context_length=200", "--total_batch_size=400"], ("val shard 0: 150 tokens",)
-    ),
-    "id beyond the vocabulary": Case(
-        [],
-        ("tiny_train_000001.npy", "token id 256", "must be below", "= 256"),
-        lambda p: p.shard(np.full(400, VOCAB, np.uint16)),
-    ),
-    "vocabulary too small for the data": Case(["--vocab_size=100"], ("token id 25", "= 100")),
+    "data folder missing": Case(["--data_dir=nowhere"]),
+    "data folder empty": Case([], Place.empty_folder),
+    "data folder is a file": Case(["--data_dir=data/tiny_val_000000.npy"]),
+    "shard of floats": Case([], lambda p: p.shard(np.zeros(400, np.float32))),
+    "shard shorter than a window": Case([], lambda p: p.shard(np.zeros(CONTEXT, np.uint16))),
+    "validation shorter than a window": Case(["--context_length=200", "--total_batch_size=400"]),
+    "id beyond the vocabulary": Case([], lambda p: p.shard(np.full(400, VOCAB, np.uint16))),
+    "vocabulary too small for the data": Case(["--vocab_size=100"]),
     # flags and settings
-    "unknown flag": Case(["--n_layr=3"], ("unknown flag --n_layr", "did you mean --n_layer?")),
-    "flag of the predecessor": Case(["--logdir=x"], ("it is now --checkpoint_dir",)),
-    "stray word": Case(["train"], ("unexpected argument 'train'",)),
-    "value missing": Case(["--seed"], ("--seed",)),
-    "value not a number": Case(["--n_layer=many"], ("--n_layer", "many")),
-    "unknown preset": Case(["--model=gpt5"], ("gpt5", "gpt2-medium")),
-    "heads do not divide": Case(["--n_head=3"], ("n_embd 32 is not a multiple of n_head 3",)),
-    "several settings wrong": Case(
-        ["--n_head=3", "--seed=-1", "--log_freq=0"], ("n_head 3", "seed -1", "log_freq 0")
-    ),
-    "rate not finite": Case(["--max_lr=nan"], ("max_lr nan is not a finite number",)),
-    "batch does not divide": Case(
-        ["--total_batch_size=130"], ("130 is not a multiple", "nearest: 128 or 160")
-    ),
-    "batch smaller than a micro-batch": Case(
-        ["--total_batch_size=16"], ("16 is not a multiple", "nearest: 32")
-    ),
-    "two lengths": Case(["--num_epochs=1"], ("--max_steps and --num_epochs both set the length",)),
-    "less than one step": Case(
-        ["--max_tokens=127"],
-        ("max_tokens 127 is less than one step of 128 tokens",),
-        flags=tuple(flag for flag in FLAGS if not flag.startswith("--max_steps")),
-    ),
-    "warm-up longer than the run": Case(
-        ["--warmup_steps=21"], ("warmup_steps 21 is longer than the run of 20 steps",)
-    ),
-    "fp16": Case(["--dtype=fp16"], ("--dtype fp16", "loss scaling", "bf16 or fp32")),
-    "bf16 without the hardware": Case(
-        ["--dtype=bf16"], ("dtype bf16: this cpu has no native bf16",)
-    ),
-    "no rank": Case(["--gpus=0"], ("gpus 0", "at least 1")),
-    "ranks for a list": Case(["--gpus=2", "--list_checkpoints"], ("--gpus goes with",)),
-    "a batch that ranks cannot share": Case(["--gpus=3"], ("total_batch_size", "x 3 = 96")),
-    "fsdp for one process": Case(
-        ["--parallel=fsdp"], ("parallel fsdp: shards", "there is one", "--gpus")
-    ),
+    "unknown flag": Case(["--n_layr=3"]),
+    "flag of the predecessor": Case(["--logdir=x"]),
+    "stray word": Case(["train"]),
+    "value missing": Case(["--seed"]),
+    "value not a number": Case(["--n_layer=many"]),
+    "unknown preset": Case(["--model=gpt5"]),
+    "heads do not divide": Case(["--n_head=3"]),
+    "several settings wrong": Case(["--n_head=3", "--seed=-1", "--log_freq=0"]),
+    "rate not finite": Case(["--max_lr=nan"]),
+    "batch does not divide": Case(["--total_batch_size=130"]),
+    "batch smaller than a micro-batch": Case(["--total_batch_size=16"]),
+    "two lengths": Case(["--num_epochs=1"]),
+    "less than one step": Case(["--max_tokens=127"], flags=ENDLESS),
+    "warm-up longer than the run": Case(["--warmup_steps=21"]),
+    "fp16": Case(["--dtype=fp16"]),
+    "bf16 without the hardware": Case(["--dtype=bf16"]),
+    "no rank": Case(["--gpus=0"]),
+    "ranks for a list": Case(["--gpus=2", "--list_checkpoints"]),
+    "a batch that ranks cannot share": Case(["--gpus=3"]),
+    "fsdp for one process": Case(["--parallel=fsdp"]),
     "zero1 for one process": Case(
-        ["--parallel=zero1", "--resume=latest"], ("parallel zero1",), lambda p: p.checkpoint(5)
+        ["--parallel=zero1", "--resume=latest"], lambda p: p.checkpoint(5)
     ),
-    "unknown way to share": Case(["--parallel=zero3"], ("--parallel", "zero3", "fsdp")),
-    "exact sums under fsdp": Case(
-        ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
-    ),
-    "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
-    "gathering in bf16 without fsdp": Case(
-        ["--fsdp_param_dtype=bf16"], ("--fsdp_param_dtype bf16 goes with --parallel fsdp",)
-    ),
-    "a GPU's kernel on a CPU": Case(
-        ["--attention=cudnn"], ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto")
-    ),
-    "bucket of half a MiB": Case(
-        ["--ddp_bucket_mb=0.5"], ("ddp_bucket_mb 0.5 must be at least 1",)
-    ),
-    "bucket beyond all memory": Case(
-        ["--ddp_bucket_mb=1e15"], ("ddp_bucket_mb 1000000000000000.0 must be at most 1000000",)
-    ),
-    "timeout of nothing": Case(
-        ["--pg_timeout_minutes=0"], ("pg_timeout_minutes 0 must be above 0",)
-    ),
-    "run name is hidden": Case(
-        ["--run_name=.r"], ("run_name '.r' must be a plain folder name", "--checkpoint_dir")
-    ),
-    "stop before the first step": Case(["--stop_after_steps=0"], ("stop_after_steps 0",)),
+    "unknown way to share": Case(["--parallel=zero3"]),
+    "exact sums under fsdp": Case(["--parallel=fsdp", "--reduce=exact"]),
+    "offload without fsdp": Case(["--fsdp_offload"]),
+    "gathering in bf16 without fsdp": Case(["--fsdp_param_dtype=bf16"]),
+    "a GPU's kernel on a CPU": Case(["--attention=cudnn"]),
+    "bucket of half a MiB": Case(["--ddp_bucket_mb=0.5"]),
+    "bucket beyond all memory": Case(["--ddp_bucket_mb=1e15"]),
+    "timeout of nothing": Case(["--pg_timeout_minutes=0"]),
+    "run name is hidden": Case(["--run_name=.r"]),
+    "stop before the first step": Case(["--stop_after_steps=0"]),
     # checkpoints
-    "file where the runs should go": Case(
-        [], ("runs: a file; ", "--checkpoint_dir"), _file_in_the_way
-    ),
-    "run exists already": Case(
-        [], ("runs/r holds checkpoints already", "--resume latest"), lambda p: p.checkpoint(5)
-    ),
-    "auto without a name": Case(
-        ["--resume=auto"], ("--resume auto needs --run_name",), flags=tuple(NAMELESS)
-    ),
-    "latest of a run without checkpoints": Case(
-        ["--resume=latest"], ("runs/r: no checkpoint to resume", "without --resume")
-    ),
-    "latest of no run": Case(
-        ["--resume=latest"], ("runs: no checkpoint of any run",), flags=tuple(NAMELESS)
-    ),
-    "best of none": Case(["--resume=best"], ("no checkpoint 'best'; there are: none",)),
-    "step that is not there": Case(
-        ["--resume=7"], ("no checkpoint '7'; there are: 5",), lambda p: p.checkpoint(5)
-    ),
-    "folder of a run": Case(
-        ["--resume=runs/r"],
-        ("runs/r: a run; name one of its checkpoints", "--run_name r --resume latest"),
-        lambda p: p.checkpoint(5),
-        flags=tuple(NAMELESS),
-    ),
-    "folder that is not there": Case(["--resume=runs/x/step_00000005"], ("no such checkpoint",)),
-    "step that is damaged": Case(
-        ["--resume=5"], ("model.safetensors: damaged (sha256",), _damage_checkpoint
-    ),
+    "file where the runs should go": Case([], _file_in_the_way),
+    "run exists already": Case([], lambda p: p.checkpoint(5)),
+    "auto without a name": Case(["--resume=auto"], flags=NAMELESS),
+    "latest of a run without checkpoints": Case(["--resume=latest"]),
+    "latest of no run": Case(["--resume=latest"], flags=NAMELESS),
+    "best of none": Case(["--resume=best"]),
+    "step that is not there": Case(["--resume=7"], lambda p: p.checkpoint(5)),
+    "folder of a run": Case(["--resume=runs/r"], lambda p: p.checkpoint(5), flags=NAMELESS),
+    "folder that is not there": Case(["--resume=runs/x/step_00000005"]),
+    "step that is damaged": Case(["--resume=5"], _damage_checkpoint),
     "stop at a step already done": Case(
-        ["--resume=latest", "--stop_after_steps=5"],
-        ("stop_after_steps 5", "5 steps are done; give 10"),
-        lambda p: p.checkpoint(5),
+        ["--resume=latest", "--stop_after_steps=5"], lambda p: p.checkpoint(5)
     ),
-    "another architecture": Case(
-        ["--resume=latest", "--n_layer=3"],
-        ("run r cannot continue with another architecture: n_layer 2 -> 3",),
-        lambda p: p.checkpoint(5),
-    ),
-    "another rate": Case(
-        ["--resume=latest", "--max_lr=0.5"],
-        ("max_lr 0.0006 -> 0.5", "--allow_change max_lr"),
-        lambda p: p.checkpoint(5),
-    ),
+    "another architecture": Case(["--resume=latest", "--n_layer=3"], lambda p: p.checkpoint(5)),
+    "another rate": Case(["--resume=latest", "--max_lr=0.5"], lambda p: p.checkpoint(5)),
     "a longer run": Case(
-        ["--resume=latest", "--max_steps=30"],
-        ("max_steps 20 -> 30", "--allow_change max_steps"),
-        lambda p: p.checkpoint(5),
-        flags=tuple(flag for flag in FLAGS if not flag.startswith("--max_steps")),
+        ["--resume=latest", "--max_steps=30"], lambda p: p.checkpoint(5), flags=ENDLESS
     ),
-    "other data": Case(["--resume=latest"], ("data ", "--allow_change data"), _other_data),
+    "other data": Case(["--resume=latest"], _other_data),
     "micro-batch under dropout": Case(
         ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"],
-        ("mini_batch_size 2 -> 4", "--allow_change mini_batch_size"),
         lambda p: p.checkpoint(5, dropout=0.1),
     ),
 }
@@ -291,46 +208,24 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     }
 
 
-def assert_is_rejection(code: int, out: str, err: str, says: tuple[str, ...]) -> None:
-    assert code == 2, err
-    assert err.startswith("error: ")
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    assert "Traceback" not in out + err
-    assert out == ""
-    for part in says:
-        assert part in err
+# A dry run says the same.
+DRY_TOO = {
+    *("data folder missing", "id beyond the vocabulary", "several settings wrong"),
+    *("batch does not divide", "run exists already", "latest of no run", "another rate"),
+    "file where the runs should go",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place):
+def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place, wording):
     case = CASES[name]
     case.spoil(place)
     before = snapshot(place.folder)
     done = launch.call(TRAIN, *case.flags, *case.argv)
-    assert_is_rejection(*done, case.says)
-    assert snapshot(place.folder) == before
-    messages = json.loads(MESSAGES.read_text())
-    message = done.stderr.strip().replace(str(place.folder), "FOLDER")
-    if os.environ.get("UPDATE_GOLDEN") == "1":
-        messages[name] = message
-        MESSAGES.write_text(json.dumps(messages, indent=1, sort_keys=True) + "\n")
-    assert message == messages.get(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("data folder missing", "id beyond the vocabulary", "several settings wrong"),
-        *("batch does not divide", "run exists already", "latest of no run", "another rate"),
-        "file where the runs should go",
-    ],
-)
-def test_a_dry_run_rejects_the_same(name, place):
-    case = CASES[name]
-    case.spoil(place)
-    before = snapshot(place.folder)
-    assert_is_rejection(*launch.call(TRAIN, *case.flags, *case.argv, "--dry_run"), case.says)
+    assert (done.returncode, done.stdout) == (2, "")
+    wording(done.stderr)
+    if name in DRY_TOO:
+        assert launch.call(TRAIN, *case.flags, *case.argv, "--dry_run") == done
     assert snapshot(place.folder) == before
 
 
@@ -353,12 +248,9 @@ def test_of_many_processes_only_the_first_prints_a_rejection(place, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
-def test_run_name_must_be_a_plain_name(tmp_path, monkeypatch, name):
-    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
-    monkeypatch.chdir(tmp_path)
-    argv = [flag for flag in FLAGS if not flag.startswith("--run_name")]
+def test_run_name_must_be_a_plain_name(place, name):
     with pytest.raises(GPT2LabError, match="plain folder name"):
-        resolve(parse([*argv, f"--run_name={name}"]), world_size=1, set_aside=False)
+        resolve(parse([*NAMELESS, f"--run_name={name}"]), world_size=1, set_aside=False)
 
 
 @pytest.mark.parametrize(
@@ -368,9 +260,7 @@ def test_run_name_must_be_a_plain_name(tmp_path, monkeypatch, name):
         ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
     ],
 )
-def test_a_verb_without_effect_is_rejected(tmp_path, monkeypatch, argv):
-    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
-    monkeypatch.chdir(tmp_path)
+def test_a_verb_without_effect_is_rejected(place, argv):
     with pytest.raises(GPT2LabError):
         resolve(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
 
