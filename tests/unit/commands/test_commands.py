@@ -237,26 +237,6 @@ def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace):
     assert set(plan["config"]) == set(LEAVES)
 
 
-def test_preparing_from_a_foreign_folder_writes_where_it_was_told(tmp_path):
-    (tmp_path / "corpus.txt").write_text("It was the best of times, it was the worst. " * 200)
-    answer = call(
-        "prepare_data.py", "corpus.txt", "--out=shards", "--max_tokens=900", folder=tmp_path
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.splitlines()[-2].split() == ["folder", "shards"]
-    data = open_data(tmp_path / "shards", vocab_size=50304)
-    assert data.tokens("train") + data.tokens("val") == 900
-    again = call(
-        "prepare_data.py", "corpus.txt", "--out=shards", "--max_tokens=900", folder=tmp_path
-    )
-    assert (again.returncode, again.stdout.splitlines()[0]) == (0, "shards: already prepared")
-    other = call("prepare_data.py", "corpus.txt", "--out=shards", folder=tmp_path)
-    assert other.returncode == 2
-    assert other.stderr.startswith("error: ")
-    assert other.stderr.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "shards"}
-
-
 def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(runs, capsys):
     """Each is read once, and no tensor file at all: that is why it takes less than half a second."""
     before = tree(runs)

@@ -362,14 +362,6 @@ def test_a_name_on_the_hub_fails_fast_offline(script, words, monkeypatch):
     assert "Retrying" not in done.stderr
 
 
-def test_a_text_of_four_tokens_makes_no_data_set(tmp_path):
-    (tmp_path / "four.txt").write_text("a b c d")
-    done = call("prepare_data.py", tmp_path / "four.txt", "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert "only 5 tokens; two splits need at least 16" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["four.txt"]
-
-
 @pytest.mark.parametrize("lines", [60, 3000])
 def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
     source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(lines)])

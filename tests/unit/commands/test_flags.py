@@ -23,8 +23,8 @@ from gpt2lab.commands import command_line
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Config, ModelName, fixed
-from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
 from gpt2lab.planner.request import EstimateRequest, settings_of
@@ -93,65 +93,8 @@ def test_every_setting_has_a_name_of_its_own():
     assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Actions)}
 
 
-def test_every_flag_of_the_contract_is_there():
-    contract = """model n_layer n_head n_embd context_length vocab_size dropout data_dir shuffle seed
-        total_batch_size mini_batch_size max_lr min_lr warmup_steps lr_schedule weight_decay
-        grad_clip max_steps max_tokens num_epochs stop_after_steps eval_freq val_tokens sample_freq
-        hellaswag_freq checkpoint_freq log_freq keep_checkpoints keep_emergency_checkpoints
-        checkpoint_dir run_name use_tensorboard device dtype compile parallel resume
-        list_checkpoints dry_run json allow_change"""
-    assert set(contract.split()) <= set(LEAVES) | set(Actions.__dataclass_fields__)
-
-
-def test_the_defaults_of_the_contract_hold():
-    flat = to_flat(Config())
-    assert flat["dropout"] == 0.0
-    assert flat["seed"] == 1337
-    assert flat["total_batch_size"] == 524_288
-    assert flat["mini_batch_size"] == 16
-    assert flat["max_lr"] == 6e-4
-    assert flat["weight_decay"] == 0.1
-    assert flat["grad_clip"] == 1.0
-    assert flat["keep_checkpoints"] == 10
-    assert flat["vocab_size"] == 50_304
-    assert (flat["model"], flat["context_length"], flat["shuffle"]) == ("gpt2", 1024, "shards")
-
-
-def test_only_the_architecture_and_the_first_weights_are_fixed():
-    fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
-    shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size", "num_tokens"}
-    options = {"positions", "norm", "qk_norm", "activation", "norm_eps", "embedding_norm"}
-    options |= {"attention_scale", "head", "logit_cap"}
-    lora = {"lora_r", "lora_alpha", "lora_targets"}
-    assert fixed_names == shape | options | lora | {"init_from", "weight_init"}
-    assert set(ARCHITECTURE) == shape | options
-
-
-def test_what_only_observes_or_places_a_run_is_free():
-    names = """data_dir eval_freq val_tokens sample_freq hellaswag_freq checkpoint_freq log_freq
-        keep_checkpoints keep_emergency_checkpoints checkpoint_dir run_name use_tensorboard device
-        compile parallel activation_checkpointing mini_batch_size"""
-    assert {policy_of(name, Config()) for name in names.split()} == {"free"}
-
-
-def test_the_mathematics_is_guarded():
-    names = """dropout shuffle seed total_batch_size max_lr min_lr warmup_steps lr_schedule wsd_decay
-        weight_decay grad_clip max_steps max_tokens num_epochs dtype
-        fsdp_param_dtype"""
-    assert {policy_of(name, Config()) for name in names.split()} == {"guarded"}
-
-
 def test_the_micro_batch_is_guarded_as_soon_as_there_is_dropout():
     assert policy_of("mini_batch_size", override(Config(), {"dropout": 0.1})) == "guarded"
-
-
-def test_a_setting_keeps_its_help_and_policy_at_the_field():
-    @dataclasses.dataclass(frozen=True)
-    class Part:
-        width: int = fixed(3, "how wide")
-
-    (leaf,) = dataclasses.fields(Part)
-    assert (Part().width, dict(leaf.metadata)) == (3, {"help": "how wide", "policy": "fixed"})
 
 
 # -- which value wins ------------------------------------------------------------------------------------------------
@@ -377,12 +320,6 @@ def test_two_lengths_of_a_run_are_rejected(pair):
 )
 def test_a_value_that_cannot_be_is_rejected_in_one_line(argv, part):
     assert part in rejection(*argv)
-
-
-def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest():
-    names = ", ".join(get_args(ModelName))
-    message = rejection("--model=gpt3")
-    assert message == f"--model gpt3: give one of {names}; did you mean gpt2?"
 
 
 @pytest.mark.parametrize(
