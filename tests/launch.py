@@ -103,9 +103,9 @@ def words_of(name: Path | str) -> list[str]:
     return [sys.executable, str(MAIN), *str(name).split()]
 
 
-def script(name: str, *words: object) -> Done:
+def script(name: str, *words: object, **extra: str) -> Done:
     """Run a script or a verb as its own program."""
-    return python(*words_of(name)[1:], *words)
+    return python(*words_of(name)[1:], *words, **extra)
 
 
 _opened: list[Path] | None = None

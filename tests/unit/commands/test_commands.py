@@ -30,21 +30,6 @@ from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 
 
-def run(
-    command: Path, *argv: str, cwd: Path, python: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run a command as its own program, with nothing of this test's process in its environment."""
-    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [sys.executable, *python, str(command), *argv],
-        cwd=cwd,
-        env=plain | {"COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
-
-
 def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
     """Commit a checkpoint of a few bytes, as the trainer does."""
     files = {"model.safetensors": b"w" * 100, "optim.safetensors": b"m" * 200, "state.json": b"{}"}
@@ -177,7 +162,8 @@ def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys)
 def test_a_quick_command_never_imports_torch_and_writes_nothing(workplace, command):
     write_checkpoint(workplace / "runs" / "other", 5)
     before = tree(workplace)
-    answer = run(TRAIN, *QUICK[command], cwd=workplace, python=("-X", "importtime"))
+    words = ("-X", "importtime", TRAIN, *QUICK[command])
+    answer = launch.python(*words, folder=workplace, PYTHONPATH="", COLUMNS="100")
     assert tree(workplace) == before
     assert answer.returncode == (2 if "rejected" in command else 0), answer.stderr[-2000:]
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", answer.stderr, re.MULTILINE))
@@ -360,18 +346,19 @@ def test_help_of_a_target_names_the_hub(name):
     assert "hf:NAME" in call(name, "--help").stdout
 
 
+TRAIN_ONE = "data tokenizer train TEXT --out new"
+
+
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line",
     [
-        ("status --watch inf", "at most a day"),
-        ("data tokenizer train TEXT --out new --vocab_size 1e15", "must be at most 10,000,000"),
-        ("data tokenizer train TEXT --out new --max_bytes 0", "max_bytes 0 must be at least 1"),
-        ("data tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 16"),
-        ("data tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
+        *("status --watch inf", f"{TRAIN_ONE} --vocab_size 1e15", f"{TRAIN_ONE} --max_bytes 0"),
+        *(f"{TRAIN_ONE} --max_tokens 0", f"{TRAIN_ONE} --val_tokens -1"),
     ],
 )
-def test_a_number_that_cannot_be_is_rejected_before_any_work(tmp_path, monkeypatch, line, says):
+def test_a_number_that_cannot_be_is_rejected_before_any_work(tmp_path, monkeypatch, line, wording):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(says)):
+    with pytest.raises(ConfigError) as error:
         verbs.main(line.split())
+    wording(error.value)
     assert not list(tmp_path.iterdir())
