@@ -165,9 +165,8 @@ test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
 	$(PY) -m pytest tests/faults -m fault $(SPREAD) -n 3 $(ARGS)
 
-faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 400 early ends, 1,000 corruptions, fuzzing (SEED=n in the environment)
+faults: $(VENV)/.installed-dev  ## the random faults in large counts: 400 early ends, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)
-	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
 	MOMENTS=100 $(PY) -m pytest tests/faults/test_early_ends.py -m fault $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)

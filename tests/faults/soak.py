@@ -61,7 +61,10 @@ class Soak:
         if disk_fills:
             point = self.dice.choice(FULL_DISK)
             fault += f";{point}:enospc@{5 * (before // 5 + self.dice.randrange(1, 5))}"
-        process = self.run.start("--resume=auto", world=world, FAULT=fault)
+        saves = (
+            f"--checkpoint_freq={self.dice.choice((1, 5))}"  # after each step: kills within a save
+        )
+        process = self.run.start("--resume=auto", saves, world=world, FAULT=fault)
         # Stops are asked of what trains: before, there is nothing to save. Kills strike at any time.
         if fate in STOPS or self.dice.random() < 0.75:
             self.wait_for_first_step(process)

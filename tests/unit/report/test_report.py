@@ -454,66 +454,13 @@ def test_the_page_is_drawn_with_its_style_and_its_curves(run_dir, tmp_path):
     assert count(0x00, 0x72, 0xB2) > 200  # curves
 
 
-# Writes into the document what a reader with a ruler and a mouse would find.
-MEASURE = """
-const size = (e) => parseFloat(getComputedStyle(e).fontSize);
-const seen = (e) => e.getClientRects().length > 0 && e.textContent.trim() !== "";
-const root = document.documentElement, found = {};
-const texts = [...document.querySelectorAll("body *")].filter((e) => seen(e) &&
-  !["SCRIPT", "STYLE"].includes(e.tagName) && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
-const own = (e) => e.closest(".scroll") === null;
-const box = (e) => e.getBoundingClientRect();
-found.width = root.clientWidth;
-found.dark = matchMedia("(prefers-color-scheme: dark)").matches;
-found.paper = getComputedStyle(document.body).backgroundColor;
-found.ink = getComputedStyle(document.body).color;
-found.texts = texts.length;
-found.smallest = Math.min(...texts.map(size));
-found.scaled = texts.filter((e) => e.tagName === "text").map((e) => box(e).height / size(e));
-found.overflow = root.scrollWidth - root.clientWidth;
-found.outside = texts.filter((e) => own(e) && (box(e).right > root.clientWidth + 1 || box(e).left < -1))
-  .map((e) => e.textContent);
-found.broken = [...document.querySelectorAll("td, th, .tile b")].filter((e) => seen(e) &&
-  !/[ -]/.test(e.textContent) && e.children.length === 0).filter((e) => {
-    const range = document.createRange();
-    range.selectNodeContents(e);
-    return new Set([...range.getClientRects()].map((r) => Math.round(r.top))).size > 1;
-  }).map((e) => e.textContent);
-found.cut = [...document.querySelectorAll(".forecast")].map((e) => e.parentElement).filter((e) =>
-  e.scrollWidth > e.clientWidth).length;
-found.scrolls = [...document.querySelectorAll(".scroll")].filter((e) => e.scrollWidth > e.clientWidth).length;
-const labels = (svg, kind) => [...svg.querySelectorAll(kind)].map(box);
-found.overlaps = [];
-for (const svg of document.querySelectorAll("svg.chart")) if (seen(svg)) {
-  const across = labels(svg, ".x"), down = labels(svg, ".y").reverse();
-  const meet = across.some((b, i) => i && across[i - 1].right > b.left) ||
-    down.some((b, i) => i && down[i - 1].top < b.bottom && down[i - 1].bottom > b.top);
-  if (meet) found.overlaps.push(svg.getAttribute("aria-label"));
-}
-const tip = () => document.querySelector("svg.chart[data-hover]").parentElement.querySelector(".tip");
-const chart = document.querySelector("svg.chart[data-hover]"), frame = box(chart);
-found.tips = [0, 0.5, 1].map((share) => {
-  const at = frame.left + 62 + share * (frame.width - 78);
-  chart.dispatchEvent(new PointerEvent("pointermove", { clientX: at, clientY: frame.top + 50 }));
-  return { text: tip().innerText, left: box(tip()).left, right: box(tip()).right,
-    inside: box(tip()).top >= frame.top && box(tip()).bottom <= frame.bottom };
-});
-chart.dispatchEvent(new PointerEvent("pointerleave"));
-found.hidden = tip().hidden;
-const charts = () => [...document.querySelectorAll("svg.chart[data-hover]")].filter(seen)
-  .map((e) => JSON.parse(e.dataset.hover).axis);
-found.axes = ["step", "tokens", "hours"].map((axis) => {
-  document.querySelector(`label[for=by-${axis}]`).click();
-  return charts();
-});
-parent.document.body.replaceChildren(JSON.stringify(found));
-"""
+MEASURE = Path(__file__).with_name("measure.js")
 
 
 def measured(page: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
-    """Return what MEASURE finds in a page, without the policy that would hold it back."""
+    """Return what measure.js finds in a page, without the policy that would hold it back."""
     content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    content = content.replace("</body>", f"<script>{{{MEASURE}}}</script></body>")
+    content = content.replace("</body>", f"<script>{{{MEASURE.read_text()}}}</script></body>")
     frame = f'<iframe width="{width}" height="900" srcdoc="{html.escape(content)}"></iframe>'
     copy = page.with_name(f"{page.stem}-{width}-{is_dark}.html")  # a window is never below 500 wide
     copy.write_text(f'<!DOCTYPE html><meta name="color-scheme" content="light dark"><body>{frame}')
