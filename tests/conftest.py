@@ -18,9 +18,8 @@ from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
 from whole_run import LAST, Run
 
 MESSAGES = Path(__file__).with_name("golden") / "messages.json"
-TEMPORARY = re.compile(
-    r"/[^\s']*/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+\d"
-)  # pytest's folder of a test
+# pytest's folder of a test
+TEMPORARY = re.compile(r"/[^\s']*/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+\d")
 # What Python and numpy say in parentheses differs by their version; what we say there does not.
 OF_OTHERS = re.compile(
     r"(not JSON|not readable as JSON|not a \.npy file|do not restore)"

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 LINES = 20_000  # of the log whose cost is measured
-BUDGET = (
-    100 * LINES + 8 * 2**20
-)  # bytes: a million lines, 640 MB, cost 100 MB; as dictionaries 3.5 GB
+# Bytes: a million lines, 640 MB, cost 100 MB; as dictionaries 3.5 GB.
+BUDGET = 100 * LINES + 8 * 2**20
 EVERY = 250  # steps between evaluations, and between checkpoints
 _STEP = (
     '{"event": "step", "time": %.7f, "attempt": %d, "step": %d, "loss": %.15f, "lr": %.19f, '

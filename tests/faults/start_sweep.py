@@ -31,9 +31,8 @@ import launch
 from gpt2lab import fmt
 
 KINDS = ("thread", "process", "memory")
-LEAST = (
-    1 << 18
-)  # bytes of a large allocation: a quarter of what Python asks at once for small objects
+# Bytes of a large allocation: a quarter of what Python asks at once for small objects.
+LEAST = 1 << 18
 Arm = Callable[[], object]
 Ended = tuple[disk.Life, list[str]]
 MAIN, PREPARE = str(launch.MAIN), str(launch.SCRIPTS / "prepare_data.py")

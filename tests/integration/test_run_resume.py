@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -226,10 +227,7 @@ def test_another_model_is_rejected_as_such_wherever_one_stands(run, tmp_path, mo
 
 def test_a_checkpoint_that_does_not_load_moves_nothing_aside(run, monkeypatch):
     run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise CheckpointError("does not load")
-
+    fail = Mock(side_effect=CheckpointError("does not load"))
     monkeypatch.setattr("gpt2lab.checkpoint.store.load", fail)
     assert "does not load" in str(run.rejected("--resume=2"))
     assert sorted(run.checkpoints()) == [1, 2, 3, 4]

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,11 +23,9 @@ def names(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_new_file_replaces_none(tmp_path, monkeypatch, has_links):
-    def link(*places: Path) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
     if not has_links:
-        monkeypatch.setattr(os, "link", link)
+        not_here = OSError(errno.EPERM, os.strerror(errno.EPERM))
+        monkeypatch.setattr(os, "link", Mock(side_effect=not_here))
     create_durably(tmp_path / "new", b"content")
     with pytest.raises(FileExistsError) as error:
         create_durably(tmp_path / "new", b"other")
@@ -77,9 +76,7 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_pat
 
 
 def test_a_temporary_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    fail = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     monkeypatch.setattr(files, "_open_locked", fail)
     with pytest.raises(OSError, match="Input/output error"):
         replace_durably(tmp_path / "new", "content")

@@ -101,11 +101,8 @@ def needs(module: str, *, at_top_level: bool = False) -> set[str]:
 
 def others(module: str, *, at_top_level: bool = False) -> set[str]:
     names = imported_names(FILES[module].read_text(), at_top_level=at_top_level)
-    return {name.split(".")[0] for name in names} - {
-        "gpt2lab",
-        "__future__",
-        *sys.stdlib_module_names,
-    }
+    ours = {"gpt2lab", "__future__", *sys.stdlib_module_names}
+    return {name.split(".")[0] for name in names} - ours
 
 
 def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | None:
@@ -113,9 +110,8 @@ def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | N
     ways, waiting = {module: [module]}, [module]
     while waiting:
         here = waiting.pop()
-        at_once = (
-            at_top_level or here in ENTRANCES
-        )  # an entrance imports the rest when it is asked for
+        # An entrance imports the rest when it is asked for.
+        at_once = at_top_level or here in ENTRANCES
         if found := others(here, at_top_level=at_once) & heavy:
             return [*ways[here], *found]
         for there in needs(here, at_top_level=at_once) - set(ways):

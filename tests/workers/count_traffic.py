@@ -40,6 +40,4 @@ Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
 gpt2lab.training.steps.train_step = counted_step
 gpt2lab.distributed.runtime.native_bf16 = lambda device: True  # emulated where it is not
 pretrain(parse(sys.argv[1:]))
-sys.stdout.write(
-    "counted " + json.dumps(counted[-1]) + "\n"
-)  # in one piece: print writes the end apart
+sys.stdout.write(f"counted {json.dumps(counted[-1])}\n")  # print writes the end apart

@@ -36,8 +36,7 @@ for name in _CALLS:
     setattr(os, name, _killing(getattr(os, name)))
 sys.argv = sys.argv[2:]
 folder = Path(sys.argv[0]).parent
-if not (
-    folder / "__init__.py"
-).exists():  # else its `tokenizers` would hide the package of that name
+# Of a package, its `tokenizers` would hide the package of that name.
+if not (folder / "__init__.py").exists():
     sys.path.insert(0, str(folder))
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,10 +130,7 @@ def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(r
 def test_a_label_that_cannot_be_read_keeps_its_checkpoint(run, monkeypatch):
     run.train("--max_steps=6")
     catalog.set_label(run.path, "best", 2)
-
-    def fail(path: Path, **options: Any) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
+    fail = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "read_regular", fail)
         with pytest.raises(OSError, match="Input/output error"):
@@ -169,12 +167,7 @@ def test_weights_that_the_disk_does_not_give_are_one_line(run, monkeypatch):
     """Torch maps the file itself, and says in a RuntimeError that it could not."""
     run.train("--max_steps=2")
     folder = run.path / manifest.folder_name(2)
-
-    def fail(path: Path, **options: Any) -> dict[str, Any]:
-        raise RuntimeError(
-            f"unable to open file <{path}> in read-only mode: Input/output error (5)"
-        )
-
+    fail = Mock(side_effect=RuntimeError("unable to open file <x>: Input/output error (5)"))
     monkeypatch.setattr(store.safetensors.torch, "load_file", fail)
     with pytest.raises(CheckpointError, match="unable to open file"):
         store._read(folder / store.MODEL)

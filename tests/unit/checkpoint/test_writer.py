@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,10 +178,8 @@ def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(both)
 
 
 def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatch):
-    def fallocate(*_: int) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    no_memory = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=no_memory))
     run.train("--async_checkpoint=on", "--max_steps=2", "--eval_freq=0", "--checkpoint_freq=1")
     assert list(run.checkpoints()) == [1, 2]
     told = [event["message"] for event in run.events("warning") if "asynch" in event["message"]]

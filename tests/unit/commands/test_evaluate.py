@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -136,9 +137,7 @@ def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tm
 
 
 def test_rejections_are_one_line(folder, monkeypatch):
-    def offline(*_: Any, **__: Any) -> str:
-        raise OSError("no network\nand more lines")
-
+    offline = Mock(side_effect=OSError("no network\nand more lines"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
 
     def rejected(*argv: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -216,10 +217,7 @@ def test_every_script_lets_ctrl_c_end_it_while_modules_load():
 
 def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "texts.jsonl", ["some text of a document"] * 50)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("gpt2lab.data.prepare.pipeline.plan_preparation", interrupted)
     monkeypatch.chdir(tmp_path)
     prepare = ("prepare_data.py", source, "--out", tmp_path / "out")

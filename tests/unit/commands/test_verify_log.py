@@ -3,6 +3,7 @@
 import contextlib
 import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,11 +100,8 @@ def test_a_repair_that_fails_leaves_the_log(run_dir, monkeypatch):
     log = run_dir / "metrics.jsonl"
     damage_lines(log, 5)
     before = log.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(SaveError, match="cannot be repaired"):
         remove_damaged_lines(log)
     assert log.read_bytes() == before

@@ -67,9 +67,7 @@ def test_a_lost_connection_keeps_the_groups_that_are_done(dataset, tmp_path, mon
         run_prepare(dataset, tmp_path / "out", num_workers=1, **sizes)
     first, _ = len(read), read.clear()
     run_prepare(dataset, tmp_path / "out", num_workers=1, **sizes)
-    assert (
-        first + len(read) < 2 * 12 - 4
-    )  # of 12 row groups: those that were done are not read again
+    assert first + len(read) < 2 * 12 - 4  # row groups: those that were done are not read again
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
 
 

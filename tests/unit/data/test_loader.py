@@ -183,11 +183,7 @@ def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path):
 
 def test_a_verifier_that_fails_is_heard_by_whoever_waits(tmp_path, monkeypatch):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no room for a block")
-
-    monkeypatch.setattr(Verifier, "_verify", fail)
+    monkeypatch.setattr(Verifier, "_verify", Mock(side_effect=MemoryError("no room for a block")))
     verifier = Verifier((dataclasses.replace(shard, sha256="0" * 64),))
     verifier.touch(0)
     with pytest.raises(MemoryError, match="no room for a block"):

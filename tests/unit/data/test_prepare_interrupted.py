@@ -10,6 +10,7 @@ import signal
 import struct
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -132,11 +133,9 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
 def test_unfinished_work_of_another_command_line_is_rejected_and_kept(
     corpus, tmp_path, monkeypatch
 ):
-    def full(*args: object, **more: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "assemble", full)
+        patch.setattr(pipeline, "assemble", Mock(side_effect=full))
         with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
             run_prepare(corpus, tmp_path / "out", group_bytes=9_000)
     before = snapshot(tmp_path)
@@ -212,13 +211,9 @@ def test_what_was_killed_and_goes_on_reads_a_changed_file_again(
     table = pa.table({"text": [f"{text}." for text in MANY]})
     pq.write_table(table, folder / "c.parquet", row_group_size=50, compression=None)
     sizes = {"shard_tokens": 2000, "val_tokens": 700, "group_bytes": 9_000}
-
-    def killed(*args: object, **more: object) -> None:
-        raise KeyboardInterrupt
-
     groups = tmp_path / "out.partial" / "groups"
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "assemble", killed)
+        patch.setattr(pipeline, "assemble", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_prepare(folder, tmp_path / "out", **sizes)
         kept = {path.name: path.stat().st_ctime_ns for path in groups.iterdir()}
@@ -297,9 +292,7 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path):
         *corpora.documents_of(tmp_path / "out", "train"),
         *corpora.documents_of(tmp_path / "out", "val"),
     }
-    assert found >= set(
-        corpora.encoded(MANY[:200])
-    )  # of the truncated archive, some lines may follow
+    assert found >= set(corpora.encoded(MANY[:200]))  # some of the truncated archive may follow
 
 
 def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path):

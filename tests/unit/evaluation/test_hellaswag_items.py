@@ -4,8 +4,8 @@ import hashlib
 import json
 import socket
 import threading
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -148,10 +148,7 @@ def started(flags: list[str]) -> starts.Start:
 
 
 def test_nobody_asks_nothing_is_fetched(flags, tiny_flags, monkeypatch):
-    def reject() -> None:
-        raise AssertionError("went to the network")
-
-    monkeypatch.setattr(starts, "fetch_hellaswag", reject)
+    monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=AssertionError))
     assert started(flags).hellaswag == "off"
     small = started([*tiny_flags, "--hellaswag_freq=5"])  # 256 ids: no such text
     assert small.hellaswag == "off"
@@ -161,10 +158,8 @@ def test_nobody_asks_nothing_is_fetched(flags, tiny_flags, monkeypatch):
 
 
 def test_offline_is_one_line_and_training_goes_on(flags, monkeypatch):
-    def offline() -> Path:
-        raise DataError("https://...: cannot be downloaded (no network)")
-
-    monkeypatch.setattr(starts, "fetch_hellaswag", offline)
+    offline = DataError("https://...: cannot be downloaded (no network)")
+    monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=offline))
     start = started([*flags, "--hellaswag_limit=10"])
     assert start.hellaswag == "off"
     (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]

@@ -349,9 +349,7 @@ def test_frequencies_are_counts_per_million(folder: Path) -> None:
     ids = np.concatenate([np.load(shard.path) for shard in data.splits["train"]])
     assert per_million[ord("7")] == pytest.approx(1e6 * (ids == ord("7")).mean())
     table = np.array([0, 0.5, 1, 9, 10, 20_000])
-    windows = np.array(
-        [[0, 0, 1, 2, 3, 4, 5, 6]]
-    )  # an id above all that occur counts as never seen
+    windows = np.array([[0, 0, 1, 2, 3, 4, 5, 6]])  # an id above all that occur: never seen
     assert token_groups.by_frequency(windows, table).tolist() == [[0, 1, 2, 2, 3, 6, 0]]
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -30,6 +31,7 @@ from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
+UNWRITABLE = SaveError("metrics.jsonl cannot be written")
 IN_STEP = "mirror: newest copy is step 6, newest checkpoint is step 6"
 
 
@@ -40,23 +42,26 @@ def bucket(tmp_path) -> Path:
 
 
 @pytest.fixture
-def mirrored(tiny_data, tmp_path, bucket) -> Run:
-    """Return a run that has stopped after step 4 of 6, and is copied."""
-    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
-    run.train("--stop_after_steps=4")
-    return run
+def here(tiny_data, tmp_path, bucket) -> Run:
+    return Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
 
 
-def elsewhere(tiny_data: Path, tmp_path: Path, bucket: Path) -> Run:
+@pytest.fixture
+def there(tiny_data, tmp_path, bucket) -> Run:
+    """Return the run on another machine, which has nothing of it."""
     return Run(tiny_data, tmp_path / "there", *COMMON, f"--checkpoint_mirror=file://{bucket}")
 
 
+@pytest.fixture
+def mirrored(here) -> Run:
+    """Return a run that has stopped after step 4 of 6, and is copied."""
+    here.train("--stop_after_steps=4")
+    return here
+
+
 @pytest.mark.parametrize("resume", ["auto", "latest"])
-def test_a_new_machine_goes_on_with_the_same_bits(
-    resume, mirrored, run, tiny_data, tmp_path, bucket, capsys
-):
+def test_a_new_machine_goes_on_with_the_same_bits(resume, mirrored, there, run, capsys):
     run.train(*COMMON)
-    there = elsewhere(tiny_data, tmp_path, bucket)
     there.train(f"--resume={resume}")
     assert "fetching step 4" in capsys.readouterr().out
     assert there.losses() == run.losses()
@@ -86,16 +91,13 @@ def test_a_checkpoint_alone_chooses_no_mirror(mirrored, tmp_path, bucket, monkey
     assert mirrored.status()["mirror"]["step"] == 6
 
 
-def test_a_clock_that_goes_back_hides_no_step(tiny_data, tmp_path, bucket, monkeypatch):
+def test_a_clock_that_goes_back_hides_no_step(here, there, monkeypatch):
     readings = itertools.count(2e9, -3600)
     clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)
     monkeypatch.setattr(store, "time", clock)
-    flags = (*COMMON, f"--checkpoint_mirror=file://{bucket}")
-    run = Run(tiny_data, tmp_path / "here", *flags)
-    run.train("--stop_after_steps=4")
-    times = [info.created for _, info in sorted(run.checkpoints().items())]
+    here.train("--stop_after_steps=4")
+    times = [info.created for _, info in sorted(here.checkpoints().items())]
     assert times == sorted(times)
-    there = elsewhere(tiny_data, tmp_path, bucket)
     there.train("--resume=auto")
     assert [event["from_step"] for event in there.events("resume")] == [4]
 
@@ -124,22 +126,19 @@ def test_a_copy_is_left_behind_by_the_order_of_the_log(events, is_behind):
     assert _is_left_behind(copy, log_of(*events)) is is_behind
 
 
-def test_a_damaged_newest_copy_is_passed_over_with_a_warning(mirrored, tiny_data, tmp_path, bucket):
+def test_a_damaged_newest_copy_is_passed_over_with_a_warning(mirrored, there, bucket):
     mirrored.train("--resume=latest", "--stop_after_steps=5")
     (folder,) = bucket.glob("tiny/step_00000005-*")
     (folder / "optim.safetensors").write_bytes(b"junk")
-    there = elsewhere(tiny_data, tmp_path, bucket)
     there.train("--resume=auto")
     assert [event["from_step"] for event in there.events("resume")] == [4]
     assert any("step_00000005" in event["message"] for event in there.events("warning"))
 
 
-def test_copies_of_which_none_is_sound_are_never_begun_afresh(
-    mirrored, tiny_data, tmp_path, bucket
-):
+@pytest.mark.usefixtures("mirrored")
+def test_copies_of_which_none_is_sound_are_never_begun_afresh(there, bucket):
     for path in bucket.glob("tiny/step_*/state.json"):
         path.write_bytes(b"{}")
-    there = elsewhere(tiny_data, tmp_path, bucket)
     rejection = there.rejected("--resume=auto")
     assert isinstance(rejection, CheckpointError)
     assert "no sound checkpoint" in str(rejection)
@@ -154,20 +153,17 @@ def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
     assert list(mirrored.path.glob("corrupt-step_00000004-*"))
 
 
-def test_another_run_of_the_name_is_rejected_before_anything_is_written(
-    mirrored, tiny_data, tmp_path, bucket
-):
+@pytest.mark.usefixtures("mirrored")
+def test_another_run_of_the_name_is_rejected_before_anything_is_written(there, bucket):
     before = {path: path.stat().st_mtime_ns for path in bucket.rglob("*")}
-    there = elsewhere(tiny_data, tmp_path, bucket)
     rejection = there.rejected()
     assert isinstance(rejection, ConfigError)
     assert "another run of this name" in str(rejection)
     assert not there.path.exists()
     there.flags = [flag for flag in there.flags if "mirror" not in flag]
     there.train("--stop_after_steps=2")
-    assert "another run" in str(
-        there.rejected("--resume=auto", f"--checkpoint_mirror=file://{bucket}")
-    )
+    rejection = there.rejected("--resume=auto", f"--checkpoint_mirror=file://{bucket}")
+    assert "another run" in str(rejection)
     assert {path: path.stat().st_mtime_ns for path in bucket.rglob("*")} == before
 
 
@@ -191,11 +187,8 @@ def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
 ):
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
     holder = RunFolder(mirrored.path) if problem == "locked" else None
-
-    def fail(path: Path, content: str) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
     if problem == "unwritable":
+        fail = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
         monkeypatch.setattr("gpt2lab.mirror.extension.replace_durably", fail)
     mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
     if holder is not None:
@@ -222,48 +215,36 @@ def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
     assert limits == [60.0]
 
 
-def test_a_folder_lost_after_it_was_checked_stops_no_run(tiny_data, tmp_path, bucket, monkeypatch):
+def test_a_folder_lost_after_it_was_checked_stops_no_run(here, bucket, monkeypatch):
     def lose(*args: Any) -> Any:
         bucket.rmdir()
         return open_uploader(*args)
 
     monkeypatch.setattr("gpt2lab.mirror.extension.open_uploader", lose)
-    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
-    run.train()
-    assert run.status()["state"] == "completed"
-    assert "create it" in run.status()["mirror"]["error"]
+    here.train()
+    assert here.status()["state"] == "completed"
+    assert "create it" in here.status()["mirror"]["error"]
     assert not bucket.exists()
 
 
-def test_an_error_of_the_mirror_hides_no_earlier_one(tiny_data, tmp_path, bucket, monkeypatch):
-    def fail_to_report(*args: Any) -> None:
-        raise SaveError("metrics.jsonl cannot be written")
-
-    def fail_first(*args: Any, **options: Any) -> None:
-        raise DataError("the first error")
-
+def test_an_error_of_the_mirror_hides_no_earlier_one(here, monkeypatch):
     closed: list[bool] = []
     close = MetricsLogger.close
     monkeypatch.setattr(MetricsLogger, "close", lambda self: closed.append(True) or close(self))
-    monkeypatch.setattr(CheckpointMirror, "_report", fail_to_report)
-    monkeypatch.setattr(Trainer, "fit", fail_first)
-    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
-    assert str(run.rejected()) == "the first error"
+    monkeypatch.setattr(CheckpointMirror, "_report", Mock(side_effect=UNWRITABLE))
+    monkeypatch.setattr(Trainer, "fit", Mock(side_effect=DataError("the first error")))
+    assert str(here.rejected()) == "the first error"
     assert closed
 
 
-def test_a_rescue_whose_event_cannot_be_written_has_worked(tiny_data, tmp_path, monkeypatch):
-    def fail_to_report(*args: Any) -> None:
-        raise SaveError("metrics.jsonl cannot be written")
-
+def test_a_rescue_whose_event_cannot_be_written_has_worked(run, monkeypatch):
     def fail_first(*args: Any, **options: Any) -> None:
-        monkeypatch.setattr(Saver, "_report", fail_to_report)
+        monkeypatch.setattr(Saver, "_report", Mock(side_effect=UNWRITABLE))
         raise RuntimeError("the first error")
 
     monkeypatch.setattr(Saver, "save", fail_first)
-    run = Run(tiny_data, tmp_path / "here", *COMMON)
     with pytest.raises(RuntimeError, match="the first error"):
-        run.train()
+        run.train(*COMMON)
     assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
 
 
@@ -292,10 +273,8 @@ def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(tiny_data
     run.train("--resume=auto")
     status = run.status()
     assert (status["state"], status["exit_code"]) == ("completed", 0)
-    assert (status["mirror"]["step"], status["mirror"]["error"]) == (
-        None,
-        "PermissionError: Access Denied",
-    )
+    assert status["mirror"]["step"] is None
+    assert status["mirror"]["error"] == "PermissionError: Access Denied"
     for attempt, said in ((1, "not reached"), (2, "continues from its own step 4")):
         messages = [event["message"] for event in run.events("warning", attempt)]
         assert sum("not copied" in message for message in messages) == 1

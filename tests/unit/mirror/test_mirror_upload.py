@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -58,6 +59,10 @@ class Following:
         self.report: MirrorReport | None = None
         self._news = threading.Event()
 
+    def save(self, step: int, **facts: Any) -> None:
+        commit(self.uploader._run_dir, step, **facts)
+        self.uploader.notify_saved()
+
     def until(self, condition: Callable[[MirrorReport], bool]) -> None:
         for _ in range(int(WAIT / 0.01)):
             if news := self.uploader.take_report():
@@ -76,22 +81,17 @@ class Following:
 def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save(
     error, troubled, run_dir
 ):
-    def fail(path: str) -> None:
-        raise error
-
-    troubled.trouble = staticmethod(fail)
+    troubled.trouble = Mock(side_effect=error)
     follow = Following(run_dir)
     for step in (1, 2):
-        commit(run_dir, step)
-        follow.uploader.notify_saved()
+        follow.save(step)
         follow.until(lambda report, step=step: report.newest == step and report.error is not None)
     assert len(follow.warnings) == 1
     assert type(error).__name__ in follow.warnings[0]
     assert follow.report is not None
     assert follow.report.step is None
     troubled.trouble = staticmethod(lambda path: None)
-    commit(run_dir, 3)
-    follow.uploader.notify_saved()
+    follow.save(3)
     follow.until(lambda report: report.step == 3 and report.error is None)
     assert steps(follow.mirror) == [3], "the older ones are not caught up with"
     assert len(follow.warnings) == 1
@@ -107,17 +107,15 @@ def test_a_slow_store_is_skipped_to_the_newest_and_labels_follow(troubled, run_d
 
     troubled.trouble = staticmethod(wait)
     follow = Following(run_dir)
-    commit(run_dir, 1)
-    follow.uploader.notify_saved()
+    follow.save(1)
     assert reached.wait(WAIT)
     for step in (2, 3, 4):
         commit(run_dir, step)
         if step == 2:
             catalog.set_label(run_dir, "best", 2)
         follow.uploader.notify_saved()  # returns although the store does not
-    shutil.rmtree(
-        run_dir / "step_00000001"
-    )  # retired meanwhile: the open files are read to their end
+    # Retired meanwhile: the open files are read to their end.
+    shutil.rmtree(run_dir / "step_00000001")
     free.set()
     follow.until(lambda report: report.step == 4)
     follow.uploader.finish(lambda: True)
@@ -135,13 +133,11 @@ def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(troubled, run
 
     troubled.trouble = staticmethod(hang)
     follow = Following(run_dir, stall_seconds=0.0)
-    commit(run_dir, 1)
-    follow.uploader.notify_saved()
+    follow.save(1)
     assert reached.wait(WAIT)
     hung = follow.uploader._thread
     assert hung is not None
-    commit(run_dir, 2)
-    follow.uploader.notify_saved()
+    follow.save(2)
     follow.until(lambda report: report.step == 2)
     assert len(follow.warnings) == 1
     assert "no byte moved" in follow.warnings[0]
@@ -155,8 +151,7 @@ def test_the_end_waits_as_long_as_it_may(troubled, run_dir):
     free, asked = threading.Event(), []
     troubled.trouble = staticmethod(lambda path: free.wait(WAIT) and None)
     follow = Following(run_dir)
-    commit(run_dir, 1)
-    follow.uploader.notify_saved()
+    follow.save(1)
 
     def may_wait() -> bool:
         asked.append(1)
@@ -173,13 +168,9 @@ def test_the_end_waits_as_long_as_it_may(troubled, run_dir):
 
 
 def test_the_last_copy_is_tried_once_more_at_the_end(troubled, run_dir):
-    def fail(path: str) -> None:
-        raise OSError("gone for a moment")
-
-    troubled.trouble = staticmethod(fail)
+    troubled.trouble = Mock(side_effect=OSError("gone for a moment"))
     follow = Following(run_dir)
-    commit(run_dir, 1)
-    follow.uploader.notify_saved()
+    follow.save(1)
     follow.until(lambda report: report.error is not None)
     troubled.trouble = staticmethod(lambda path: None)
     follow.uploader.finish(lambda: True)
@@ -211,14 +202,12 @@ def test_copies_stay_when_the_labels_cannot_be_known(what, troubled, run_dir, mo
         if "step_00000003" not in path or not path.endswith("manifest.json"):
             return
         if what == "unreadable":
+            fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
             monkeypatch.setattr(catalog, "read_regular", fail)
             return
         os.rename(run_dir, run_dir.with_name("moved"))
         if what == "replaced":
             new_run(run_dir)
-
-    def fail(path: Path, *, at_most: int) -> bytes:
-        raise OSError(errno.EIO, "Input/output error", str(path))
 
     follow = Following(run_dir, keep=1)
     for step in (1, 2, 3):
@@ -240,12 +229,10 @@ def test_a_folder_that_is_missing_at_first_is_a_warning_and_is_used_with_a_later
     bucket = tmp_path / "mounted later"
     mirror = connect(f"file://{bucket}", "run", must_exist=False)
     follow = Following(run_dir, mirror)
-    commit(run_dir, 1)
-    follow.uploader.notify_saved()
+    follow.save(1)
     follow.until(lambda report: report.error is not None)
     assert "create it" in follow.warnings[0]
     assert not bucket.exists()
     bucket.mkdir()
-    commit(run_dir, 2)
-    follow.uploader.notify_saved()
+    follow.save(2)
     follow.until(lambda report: report.step == 2 and report.error is None)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,10 +74,8 @@ def test_a_kernel_that_does_not_run_is_rejected(undone):
 
 
 def test_attention_that_fails_is_rejected_in_one_line(undone, monkeypatch):
-    def fail(*unused: object) -> torch.Tensor:
-        raise RuntimeError("No available kernel. Aborting execution.\nand more")
-
-    monkeypatch.setattr(model_module, "attend", fail)
+    failed = RuntimeError("No available kernel. Aborting execution.\nand more")
+    monkeypatch.setattr(model_module, "attend", Mock(side_effect=failed))
     with pytest.raises(ConfigError) as rejection:
         choose("auto", build(), micro_batch=2, masked=False, autocast=bf16)
     assert "attention auto: fails for B 2, H 2, T 16, D 16 (No available kernel." in str(

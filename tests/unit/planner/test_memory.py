@@ -114,9 +114,8 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_numbers")
-@settings(
-    derandomize=True, max_examples=20, deadline=None, phases=[Phase.generate]
-)  # a smaller case takes minutes
+# A smaller case takes minutes.
+@settings(derandomize=True, max_examples=20, deadline=None, phases=[Phase.generate])
 @given(
     config=st.builds(
         lambda D, H, **rest: ModelConfig(n_embd=D * H, n_head=H, **rest),
@@ -141,9 +140,7 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
 def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
     config, B, A, dtype, optimizer
 ):
-    assume(
-        count_parameters(config) > 50_000
-    )  # left out are some small tensors, which weigh in a smaller model
+    assume(count_parameters(config) > 50_000)  # what is left out weighs in a smaller model
     tracked = tracked_peak(config, B, A, dtype, optimizer)
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
 

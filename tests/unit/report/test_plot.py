@@ -157,9 +157,7 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(run_dir, tmp_pa
     assert lines == [0.3114, 0.337]
     panels = [axes.get_ylabel() for axes in plots._figure([found], plots.View()).axes]
     assert "HellaSwag acc_norm ± standard error" in panels
-    assert not any(
-        "acc_token_norm" in panel for panel in panels
-    )  # the lineage's 0.2955 has no place here
+    assert not any("acc_token_norm" in panel for panel in panels)  # nor the lineage's 0.2955
     plots.draw([found], tmp_path / "x.png", plots.View())
 
 

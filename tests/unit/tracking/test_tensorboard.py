@@ -135,9 +135,7 @@ def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path):
 def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path):
     common = [*tiny_flags, "--use_tensorboard"]
     pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
-    time.sleep(
-        1.1
-    )  # TensorBoard orders a run's files by the second in their name, as starts of a real run differ in
+    time.sleep(1.1)  # TensorBoard orders a run's files by the second in their name
     pretrain(parse([*common, "--resume=2"]))
     run_dir = tmp_path / "runs" / "tiny"
     written = open_tensorboard(run_dir)

@@ -250,9 +250,8 @@ def test_a_minute_of_other_programs_warns_once_where_threads_spin(
     monkeypatch.setattr(health, "is_crowded", lambda _: crowded[len(noted)])
     noted: list[int] = []
     said: list[int] = []
-    crowding = health.Crowding(
-        Runtime(), SimpleNamespace(warn=lambda text, step: said.append(step))
-    )  # type: ignore[arg-type]
+    logger: Any = SimpleNamespace(warn=lambda text, step: said.append(step))
+    crowding = health.Crowding(Runtime(), logger)
     for step in range(len(crowded)):
         crowding._next = 0.0
         crowding.note(step)
