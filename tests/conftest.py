@@ -123,13 +123,13 @@ def _stays_on_this_machine() -> Iterator[None]:
 
 
 @pytest.fixture
-def wording(request: pytest.FixtureRequest) -> Callable[[object], None]:
-    """Return a function that compares an error, or its line, with the one that is recorded of this case.
+def wording(request: pytest.FixtureRequest) -> Callable[[object], bool]:
+    """Return a function that compares an error, or its line, with its recording: `raises(E, check=wording)`.
 
     The lines stand in tests/golden/messages.json; `UPDATE_GOLDEN=1 pytest -n 0 THE_TEST` records them.
     """
 
-    def check(error: object) -> None:
+    def check(error: object) -> bool:
         text = str(error).removesuffix("\n").replace(f"{REPOSITORY}/", "")
         line = OF_OTHERS.sub(r"\1", TEMPORARY.sub("FOLDER", text))
         name = request.node.name
@@ -139,5 +139,6 @@ def wording(request: pytest.FixtureRequest) -> Callable[[object], None]:
             known[name] = line
             MESSAGES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         assert line == known.get(name)
+        return True
 
     return check

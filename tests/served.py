@@ -105,7 +105,6 @@ def program(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         found = re.search(r"http://\S+(?=/ in a browser)", line)

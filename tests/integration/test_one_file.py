@@ -41,8 +41,6 @@ SHAPES = {
 
 def load() -> Any:
     spec = importlib.util.spec_from_file_location("one_file", FILE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -103,7 +103,6 @@ def test_a_closed_console_does_not_end_a_run(tmp_path, tiny_flags):
     flags = [*tiny_flags, "--max_steps=20", "--log_freq=1"]
     command = launch.command_for(launch.TRAIN, flags, world=1)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=launch.environment()) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=launch.HANG_SECONDS) == 0

@@ -223,7 +223,6 @@ def test_a_forecast_stands_beside_what_was_measured(tmp_path):
     lines = [{"event": "eval"}, *(step | {"peak_memory_bytes": peak} for peak in (47e9, 48e9))]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     found = contestants.forecast_of(ours)
-    assert found is not None
     assert (found["peak_bytes"], found["actual_peak_bytes"]) == (49e9, 48e9)
     said = (
         "predicted 490,000 (400,000 to 600,000, roofline-prior); peak memory 48 GB, predicted 49 GB"

@@ -163,5 +163,4 @@ def test_the_quickstart_ends_with_the_report_of_its_own_run(typed, prepares, tra
     assert prepared.endswith(f"gpt2lab prepare {prepares}")
     assert trains in trained
     name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)
-    assert name is not None
     assert reported.split()[-2:] == ["report", name[1]]

@@ -178,9 +178,8 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(capsys):
 )
 def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(typed, wording, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, check=wording):
         verbs.main(typed.split())
-    wording(error.value)
 
 
 @pytest.mark.parametrize(

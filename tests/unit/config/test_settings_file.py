@@ -85,9 +85,8 @@ def test_paths_in_a_file_are_at_the_working_directory(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_file_cannot_say_is_named_with_its_line(name, text, tmp_path, wording):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, check=wording):
         parse([write(tmp_path, text, name)])
-    wording(error.value)
 
 
 def test_all_problems_of_a_file_come_at_once(tmp_path):

@@ -36,7 +36,6 @@ def address() -> Iterator[str]:
         text=True,
         env=environment,
     )
-    assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.communicate("", timeout=launch.HANG_SECONDS)
 

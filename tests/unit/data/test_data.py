@@ -62,9 +62,8 @@ BROKEN_SHARDS: dict[str, Callable[[Path], object]] = {
 def test_a_broken_shard_is_rejected_by_name(foreign, case, wording):
     open_data(foreign, vocab_size=VOCAB)  # was fine before
     BROKEN_SHARDS[case](foreign / SHARD)
-    with pytest.raises(DataError, match=f"{SHARD}: ") as caught:
+    with pytest.raises(DataError, match=f"{SHARD}: ", check=wording):
         open_data(foreign, vocab_size=VOCAB)
-    wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +198,8 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(prepared, case,
     before = snapshot(prepared)
     spoil(prepared)
     assert snapshot(prepared) != before
-    with pytest.raises(DataError, match=f"/{name}: ") as caught:
+    with pytest.raises(DataError, match=f"/{name}: ", check=wording):
         open_data(prepared, vocab_size=50304)
-    wording(caught.value)
 
 
 def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path):

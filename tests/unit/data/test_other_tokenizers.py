@@ -44,7 +44,6 @@ def source(tmp_path) -> Path:
 
 def documents_of(data: TokenData, split: str) -> list[str]:
     """Return the texts of a split, through its own tokenizer."""
-    assert data.tokenizer is not None
     ids = np.concatenate([np.load(shard.path) for shard in data.splits[split]])
     starts = np.flatnonzero(ids == data.tokenizer.end_of_text)
     parts = np.split(ids, starts)

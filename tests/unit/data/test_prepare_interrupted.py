@@ -68,7 +68,6 @@ def test_the_number_of_processes_changes_no_byte(corpus, tmp_path):
     sizes = {"shard_tokens": 1500, "val_tokens": 700, "group_bytes": 9_000}
     for name, workers in (("one", 1), ("two", 2)):
         result = run_prepare(corpus, tmp_path / name, num_workers=workers, **sizes)
-    assert result is not None
     assert result.total("documents") == len(MANY)
     assert result.manifest["left_out"] == {"bad": 0, "empty": 2}
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
@@ -286,7 +285,6 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path):
         run_prepare(folder, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
     result = run_prepare(folder, tmp_path / "out", skip_bad=True)
-    assert result is not None
     assert result.manifest["left_out"] == {"bad": 4 + 1 + 1 + 1, "empty": 0}
     found = {
         *corpora.documents_of(tmp_path / "out", "train"),
@@ -309,7 +307,6 @@ def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path):
     with pytest.raises(DataError, match=r"c\.parquet row 8: not UTF-8"):
         run_prepare(path, tmp_path / "out")
     result = run_prepare(path, tmp_path / "out", skip_bad=True)
-    assert result is not None
     assert result.manifest["left_out"] == {"bad": 1 + 1 + 100, "empty": 0}
     assert_divided(tmp_path / "out", [*MANY[:7], *MANY[8:100], *MANY[200:250], *MANY[251:300]])
 
@@ -347,7 +344,6 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     result = run_prepare(
         tmp_path / "long.txt", tmp_path / "out", shard_tokens=100_000, num_workers=2
     )
-    assert result is not None
     assert result.total("documents") == 1
     found = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
     assert found == corpora.expected_stream([text])

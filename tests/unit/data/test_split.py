@@ -43,7 +43,6 @@ def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path):
 def test_few_long_documents_lose_little_of_their_text(count, tokens, wanted):
     total = count * tokens
     rule = rule_by_documents(wanted, [(key, tokens) for key in range(count)], total)
-    assert rule is not None
     held = rule.threshold
     assert 1 <= held * tokens <= max(tokens, 3 * wanted)
     assert rule.cap == wanted // 12
@@ -66,7 +65,6 @@ def test_copies_of_a_held_out_document_share_one_cap():
 def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(MANY))
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=321)
-    assert result is not None
     assert result.total("tokens", "val") == 321
 
 
@@ -115,7 +113,6 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     with pytest.raises(DataError, match=r"corpus.csv row 2902: not UTF-8"):
         run_prepare(tmp_path / "corpus.csv", tmp_path / "no")
     result = run_prepare(tmp_path / "corpus.csv", tmp_path / "out", skip_bad=True)
-    assert result is not None
     assert result.manifest["left_out"] == {"bad": 1, "empty": 0}
     assert result.total("documents") == 2999
 

@@ -51,7 +51,6 @@ class Sharded:
         ids = torch.arange(16).view(1, 16)
         self.wrapped(ids, ids).backward()
         for parameter, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            assert parameter.grad is not None
             other.grad = parameter.grad.clone()
 
     def assert_as_plain(self) -> None:

@@ -115,9 +115,8 @@ BAD: dict[str, dict[str, Any]] = {
 def test_what_cannot_be_learned_is_named_with_its_line(name, tmp_path, wording):
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(map(json.dumps, [{"data": ["Hi", "Yo"]}, BAD[name]])))
-    with pytest.raises(DataError, match=f"{path}:2: ") as caught:
+    with pytest.raises(DataError, match=f"{path}:2: ", check=wording):
         read_conversations(str(path))
-    wording(caught.value)
 
 
 def test_an_array_and_a_table_are_read_like_lines(tmp_path):

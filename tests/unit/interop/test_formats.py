@@ -222,9 +222,8 @@ def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path, case, wor
     wanted = FORMATS[name][0](folder, made_splits())
     spoil(folder)
     before = snapshot(folder)
-    with pytest.raises(GPT2LabError) as caught:
+    with pytest.raises(GPT2LabError, check=wording):
         import_folder(folder, wanted)
-    wording(caught.value)
     assert snapshot(folder) == before
 
 
@@ -280,9 +279,8 @@ WANTED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_said_of_files_must_fit_them(tmp_path, case, wording):
     name, changes = WANTED[case]
     wanted = FORMATS[name][0](tmp_path, made_splits())
-    with pytest.raises((DataError, ConfigError)) as caught:
+    with pytest.raises((DataError, ConfigError), check=wording):
         import_folder(tmp_path, ImportOptions(**{**vars(wanted), **changes}))
-    wording(caught.value)
     assert not (tmp_path / "shards.json").exists()
 
 

@@ -322,7 +322,6 @@ def test_the_schedule_is_nanogpts(decays, warmup, span, extra, done):
         values |= entry.settings
     ours = override(Config(), values)
     steps = ours.length.max_steps
-    assert steps is not None
     for it in range(done, min(steps, config["max_iters"] + 1)):
         rate = lr_at(it + 1, ours.optim, max_steps=steps)
         assert rate == pytest.approx(their_rate(it, config), rel=1e-9)

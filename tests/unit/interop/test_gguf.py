@@ -254,7 +254,6 @@ def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     ask("export_hf.py", kind, f"--out={out}", "--format=gguf", folder=home)
     target = find_target(kind, home / "runs")
     ours, tokenizer = load_weights(target).eval(), target.tokenizer()
-    assert tokenizer is not None
     llama = llama_cpp.Llama(str(out), n_ctx=CONTEXT, n_threads=1, logits_all=True, verbose=False)
     text = "The quick fox's  naïve café, 你好 🙂\n\n\tdef f(x): return 12345 <|endoftext|>"
     ids = tokenizer.encode(text)

@@ -55,9 +55,8 @@ def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, wo
     path = tmp_path / "s.txt"
     if text is not None:
         path.write_text(text)
-    with pytest.raises((ConfigError, DataError)) as caught:
+    with pytest.raises((ConfigError, DataError), check=wording):
         read_settings(path)
-    wording(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +78,8 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
     assert (base.tokens_ratio, base.tokens_to_loss) == (exactly(1.0), exactly(300.0))
     first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
-    assert rival.tokens_ratio is not None
     assert rival.tokens_ratio.mean == pytest.approx((first + second) / 2)
     assert rival.tokens_ratio.se == pytest.approx((first - second) / 2)
-    assert rival.seconds_ratio is not None
     assert rival.seconds_ratio.mean == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
     assert (rival.tokens, rival.reached) == (200, 2)
     assert rival.loss_difference is None  # after fewer tokens
@@ -98,7 +95,6 @@ def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
     base = [ends(3.0), ends(4.0), ends(5.0)]
     _, rival = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
     found = rival.loss_difference
-    assert found is not None
     assert found.mean == pytest.approx(-0.55)
     assert found.se == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
     assert found.half_width == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
@@ -267,9 +263,8 @@ def _raise(*_: Any, **__: Any) -> None:
 def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
     shared: list[str], tmp_path: Path, flag, seeds, wording
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=wording):
         plan_runs({"a": [], "b": [flag]}, shared, seeds=seeds, out=tmp_path / "out")
-    wording(caught.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -23,23 +23,16 @@ def test_documents_are_paired_where_both_evaluated_the_same() -> None:
     a = [results(hard + rng.normal(0, 0.1, 40), weights) for _ in range(3)]
     b = [results(hard - 0.2 + rng.normal(0, 0.1, 40), weights) for _ in range(3)]
     found = over_units(a, b, "val_loss")
-    assert found is not None
     means = [np.mean([one.per_unit["val_loss"] for one in runs], axis=0) for runs in (a, b)]
     known = estimate_mean(means[1] - means[0], weights)
-    assert known.se is not None
     assert (found.paired, found.n, found.unit) == (True, 40, "document")
     assert found.mean == pytest.approx(known.mean)
-    assert found.low is not None
-    assert found.high is not None
     assert (found.low + found.high) / 2 == pytest.approx(known.mean)
     assert 1.9 * known.se < found.high - known.mean < 2.3 * known.se  # t, effective n about 25
     assert found.high < 0
 
     others = [results(one.per_unit["val_loss"], weights, "y") for one in b]
     apart = over_units(a, others, "val_loss")
-    assert apart is not None
-    assert apart.low is not None
-    assert apart.high is not None
     assert (apart.paired, apart.mean) == (False, pytest.approx(found.mean))
     errors = [estimate_mean(m, weights).se or 0.0 for m in means]
     ratio = (apart.high - apart.low) / (found.high - found.low)
@@ -49,7 +42,6 @@ def test_documents_are_paired_where_both_evaluated_the_same() -> None:
 
 def test_what_no_document_can_tell() -> None:
     one = over_units([results(np.array([3.0]))], [results(np.array([2.0]))], "val_loss")
-    assert one is not None
     assert (one.mean, one.low, one.high) == (-1.0, None, None)
     mixed = [results(np.ones(4)), results(np.ones(4), text="y")]
     assert over_units(mixed, mixed, "val_loss") is None
@@ -73,8 +65,6 @@ def test_each_error_answers_its_own_question() -> None:
         assert units is not None
         truths = (of_document.mean(), of_seed.mean())
         for row, found in enumerate((seeds, units)):
-            assert found.low is not None
-            assert found.high is not None
             hits[row] += [found.low < truth < found.high for truth in truths]
     rates = hits / trials
     assert rates[0, 0] == pytest.approx(0.95, abs=0.015)
@@ -105,7 +95,6 @@ def test_seeds_that_were_chosen_before_get_a_t_interval(differences, verdict, wo
 def test_a_sequence_says_when_it_stopped() -> None:
     found = only([-0.50, -0.51, -0.49, -0.3], until_decided=True)
     assert found.verdict == "better"
-    assert found.sequential is not None
     assert found.sequential.seeds == 3
     assert sentence(found).startswith(
         "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
@@ -116,8 +105,6 @@ def test_a_sequence_says_when_it_stopped() -> None:
     unclear = only([0.02, -0.03, 0.01, 0.0], until_decided=True)
     assert unclear.verdict == "not decided"
     fixed = only([0.02, -0.03, 0.01, 0.0])
-    assert unclear.seeds_needed is not None
-    assert fixed.seeds_needed is not None
     assert (unclear.seeds_needed.seeds or 0) > (fixed.seeds_needed.seeds or 0)
     # Student's t does not hold for seeds that were added until a decision.
     assert (unclear.p_holm, fixed.p_holm is None) == (None, False)

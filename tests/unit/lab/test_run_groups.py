@@ -73,13 +73,11 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     low, high = known.confidence_interval()
     assert (quiz.over_seeds.low, quiz.over_seeds.high) == (pytest.approx(low), pytest.approx(high))
     items = stats.ttest_1samp(np.mean(of_b, axis=0) - np.mean(of_a, axis=0), 0)
-    assert quiz.over_units is not None
     assert quiz.over_units.low == pytest.approx(items.confidence_interval().low)
     assert (quiz.over_units.unit, quiz.over_units.n) == ("item", 60)
     assert quiz.verdict == ("higher" if known.pvalue < 0.05 else "not decided")
     assert by_name["val_loss"].over_seeds.mean == 0
     assert by_name["acc"].over_seeds.mean == pytest.approx(-quiz.over_seeds.mean)
-    assert quiz.seeds_needed is not None
     assert quiz.seeds_needed.difference == 0.3
     said = describe_groups(found)
     assert "quiz acc: " in said

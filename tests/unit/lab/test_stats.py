@@ -98,7 +98,6 @@ def test_the_number_of_seeds_is_that_of_known_tables(effect: float, known: int) 
 def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> None:
     trials, effect = 10_000, 1.3
     n = lab_stats._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)
-    assert n is not None
     rates = []
     for count in (n - 1, n):
         values = np.random.default_rng(3).normal(effect, 1.0, (trials, count))
@@ -133,7 +132,6 @@ def test_more_spread_never_needs_fewer_seeds(sequential: bool) -> None:
 def needed(values: list[float], *, sequential: bool = False) -> list[int | None]:
     """Return the seeds that show 0.01, at the low end of the spread, as it is, and at the high end."""
     need = lab_stats.seeds_needed(over_seeds(values), 0.01, sequential=sequential)
-    assert need is not None
     return [need.low, need.seeds, need.high]
 
 
@@ -213,7 +211,6 @@ def test_the_stopping_rule_keeps_its_errors_and_its_coverage(mean: float) -> Non
 def test_a_clear_difference_stops_at_once_and_an_unclear_one_does_not() -> None:
     clear = decide([0.51, 0.50, 0.49, 9.0, -9.0], smallest=0.01)
     assert (clear.decision, clear.seeds) == ("differs", 3)  # what comes later changes nothing
-    assert clear.low is not None
     assert clear.low > 0
     assert clear.mean == pytest.approx(0.5)
     same = decide([1e-4, -2e-4, 1e-4, 0.0], smallest=0.01)

@@ -370,9 +370,8 @@ def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
     ],
 )
 def test_a_url_that_cannot_be_a_mirrors_is_one_line(url, wording):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=wording):
         connect(url, "run")
-    wording(caught.value)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -70,7 +70,6 @@ def test_loss_at_a_position_has_no_gradient_from_later_inputs():
     targets[:, t] = random_ids(SMALL, seed=3)[:, t]
     model(random_ids(SMALL), targets).backward()
     gradient = inputs[0].grad
-    assert gradient is not None
     strength = gradient.abs().amax(dim=(0, 2))  # (T,)
     assert (strength[: t + 1] > 0).all(), "each position up to t must matter"
     assert (strength[t + 1 :] == 0).all(), "no later position may"
@@ -175,6 +174,5 @@ def test_padding_rows_take_no_part_in_the_training_loss(chunked, head, rows, cou
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
     gradient = model.head_weights[0].grad
-    assert gradient is not None
     assert not gradient[count:].any()
     assert gradient[:count].any(dim=1).all()

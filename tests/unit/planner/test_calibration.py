@@ -135,7 +135,6 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
         others=0.0,
         source="run",
     )
-    assert line is not None
     assert line["ratios"]["hellaswag"] == pytest.approx(100)
     for metrics, texts in (("all", 2), ("harness", 1)):
         asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})

@@ -94,9 +94,8 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
     ],
 )
 def test_a_preset_that_cannot_be_is_one_line(data, flags, world, wording):
-    with pytest.raises(ConfigError) as rejection:
+    with pytest.raises(ConfigError, check=wording):
         settled(data, *flags.split(), world=world)
-    wording(rejection.value)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,6 @@ def a_run(tmp_path) -> Path:
 
 def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsys):
     left = remaining.estimate_remaining(a_run)
-    assert left.seconds is not None
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
     assert [step for step, _ in left.milestones] == [750, 1000]
@@ -307,7 +306,6 @@ def test_a_forecast_is_scored(a_run):
     seen = '"peak_memory_bytes": 5, "step_seconds"'
     metrics.write_text(metrics.read_text().replace('"step_seconds"', seen))
     actual = forecast.complete(a_run, history.read_log(a_run))
-    assert actual is not None
     assert actual["hours"] == pytest.approx((1000 + 10) / 3600, rel=0.01)
     assert actual["time_accuracy"] == pytest.approx(100 * 0.3 * 3600 / 1010, rel=0.01)
     assert actual["inside_interval"] is True
@@ -315,6 +313,5 @@ def test_a_forecast_is_scored(a_run):
     document["estimate"]["total_steps"] = 400  # its length was changed since
     (a_run / forecast.FILE).write_text(json.dumps(document))
     changed = forecast.complete(a_run, history.read_log(a_run))
-    assert changed is not None
     assert changed["time_accuracy"] is changed["inside_interval"] is None
     assert "no finished run" in forecast.describe_history(a_run.parent)[1]

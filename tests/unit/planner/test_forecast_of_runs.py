@@ -129,7 +129,6 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
     quarter = TrainingPlanner().free_memory(system)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     alone = TrainingPlanner().free_memory(system)
-    assert alone is not None
     assert quarter == pytest.approx(alone / 4, rel=0.1)
     assert choose(parse(tiny_flags), [None]) == {}
 

@@ -163,7 +163,6 @@ def test_intervals_add_in_quadrature_and_stay_positive():
 
 def test_loss_is_the_published_law_with_its_offset():
     found = predicted_loss(124_475_904, 10.26e9)
-    assert found is not None
     assert found.low <= 3.272 <= found.high  # llm.c's log
     assert predicted_loss(7_000_000, 1e9) is None
     assert effective_tokens(1e9, 2e9) == 1e9

@@ -95,8 +95,6 @@ def forecast_errors(seed: int) -> tuple[list[float], list[bool], float]:
             progress = Progress(last_step=last, frequencies=frequencies)
             progress.inherit(steps, events)
             after = seconds_left(progress, step - 1)
-            assert before is not None
-            assert after is not None
             jump = abs(after / before - 1)
         in_start += 1
         seconds = 0.8 * (1 + 0.02 * step / last) * rng.uniform(0.95, 1.05)

@@ -467,7 +467,6 @@ def measured(page: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
     scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"
     document = browse(copy, scheme, "--window-size=1400,900", "--hide-scrollbars", "--dump-dom")
     found = re.search(r"<body>(.*?)</body>", document, re.DOTALL)
-    assert found is not None
     values: dict[str, Any] = json.loads(html.unescape(found[1]))
     return values
 

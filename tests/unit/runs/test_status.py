@@ -131,7 +131,6 @@ def test_watch_shows_again_until_it_is_interrupted(run_dir):
     # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
-        assert process.stdout is not None
         shown = [process.stdout.readline() for _ in range(9)]
         process.send_signal(signal.SIGINT)
         process.stdout.read()

@@ -62,7 +62,6 @@ def test_lengths_of_ids_are_bytes_of_text(tokenizer):
 
 
 def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer):
-    assert tokenizer.cuts is not None
     text = " ".join(TEXTS)
     places = [match.start() for match in tokenizer.cuts.finditer(text)]
     assert len(places) > 10
@@ -86,7 +85,6 @@ def test_its_files_are_the_same_tokenizer(tokenizer, tmp_path):
     record = json.loads(json.dumps(tokenizer.record()))
     found = of_record(record, folder, "shards.json")
     assert found == tokenizer
-    assert found is not None
     assert (found.size, found.end_of_text, found.hash) == (
         *(tokenizer.size, tokenizer.end_of_text, tokenizer.hash),
     )
