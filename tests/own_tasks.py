@@ -1,6 +1,7 @@
 """Three tasks for lm-eval that need no network: YAML files, and twenty items written for this project."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 # What happens, how it may go on (the first is true), and one word of the answer to "what is there?"
@@ -81,4 +82,46 @@ def write_tasks(folder: Path) -> Path:
     for name, content in _TASKS.items():
         settings = f"task: {name}\n{_DATA.format(file=file)}{content}"
         (folder / f"{name}.yaml").write_text(settings)
+    return folder
+
+
+# CORE's evaluation bundle with self-written items; sizes that are powers of two have the same means in fp32.
+_CORE = (  # label, type, file, examples, delimiter, baseline in percent
+    ("own_choices_zeroshot", "multiple_choice", "own/choices.jsonl", 0, " ", 50),
+    ("own_choices", "multiple_choice", "own/choices.jsonl", 3, "\nAnswer: ", 50),
+    ("own_schema", "schema", "own/schema.jsonl", 2, " ", 40),
+    ("own_words", "language_modeling", "own/words.jsonl", 5, "\nAnswer : ", 0),
+    ("own_repeats", "language_modeling", "own/repeats.jsonl", 3, " ", 0),
+)
+
+
+def write_bundle(folder: Path) -> Path:
+    """Write a bundle of five tasks of all three types, 16 items each."""
+    items = ITEMS[:16]
+    rows: dict[str, list[dict[str, object]]] = defaultdict(list)
+    for number, (text, (true, false), word) in enumerate(items):
+        other, flip = items[number - 3][0].strip(), number // 4 % 2
+        choices, gold = [true, false], flip
+        if number % 4 == 0:  # one option begins with the other, first or last, right or wrong
+            choices, gold = [true, f"{true} Yes."], number // 8
+        choices = choices[:: 1 - 2 * flip]
+        rows["choices"].append({"query": text.strip(), "choices": choices, "gold": gold})
+        starts = [text.strip(), other][:: 1 - 2 * flip]
+        rows["schema"].append({"context_options": starts, "continuation": true, "gold": flip})
+        answer = (word, ":", ": :")[number % 3]  # an untrained model repeats the last token
+        rows["words"].append({"context": f"{text} There is a ", "continuation": answer})
+        said = f"{word} " * (number % 3 + 1)
+        rows["repeats"].append({"context": said, "continuation": word})
+    for name, some in rows.items():
+        file = folder / "eval_data" / "own" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in some))
+    settings, table = "icl_tasks:\n", "Eval Task,Task Category,Random baseline\n"
+    for label, kind, file, shots, delimiter, baseline in _CORE:
+        settings += f"- label: {label}\n  dataset_uri: {file}\n  num_fewshot: [{shots}]\n"
+        settings += f"  icl_task_type: {kind}\n"
+        settings += f"  continuation_delimiter: {json.dumps(delimiter)}\n" * (delimiter != " ")
+        table += f"{label},own,{baseline}\n"
+    (folder / "core.yaml").write_text(settings)
+    (folder / "eval_meta_data.csv").write_text(table)
     return folder

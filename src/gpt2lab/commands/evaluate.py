@@ -4,6 +4,7 @@ gpt2lab evaluate latest
 gpt2lab evaluate latest/step_00000200 --val data/fineweb_edu --hellaswag
 torchrun --nproc_per_node=4 -m gpt2lab evaluate hf:gpt2 --hellaswag
 gpt2lab evaluate latest --tasks arc_easy,piqa --limit 100
+gpt2lab evaluate latest --core eval_bundle.zip
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.evaluation import request as evaluation
 from gpt2lab.evaluation.request import EvaluationRequest, Subject
 from gpt2lab.evaluation.results import Results, write_results
+from gpt2lab.interop.core import CoreTask, measure_core, read_bundle
 from gpt2lab.interop.tasks import TaskRequest, keep_tasks, measure_tasks, require_tasks
 from gpt2lab.runs import evaluations, history
 from gpt2lab.runs.console import doing, say
@@ -49,7 +51,17 @@ class Evaluate(TaskRequest, EvaluationRequest):
 
 
 _COMMON = (  # flags of the short help
-    *("target", "val", "val_tokens", "hellaswag", "tasks", "limit", "eval_generate", "save"),
+    *(
+        "target",
+        "val",
+        "val_tokens",
+        "hellaswag",
+        "tasks",
+        "limit",
+        "core",
+        "eval_generate",
+        "save",
+    ),
     *("device", "json", "checkpoint_dir"),
 )
 
@@ -62,13 +74,15 @@ def main(argv: list[str]) -> int:
             of_items = name == "limit" and flags.hellaswag
             fix = "of HellaSwag it is --hellaswag_limit" if of_items else "give its names too"
             raise ConfigError(f"--{name} is for --tasks; {fix}")
+    if flags.core is None and flags.core_limit is not None:
+        raise ConfigError("--core_limit is for --core; give the bundle too")
     typed = {
         name: paths.from_working_directory(path)
-        for name in ("val", "hellaswag_path", "save", "tasks_path")
+        for name in ("val", "hellaswag_path", "save", "tasks_path", "core")
         if (path := getattr(flags, name)) is not None
     }
     flags = replace(flags, **typed)
-    tasks = flags if flags.tasks is not None else None
+    tasks = None if flags.tasks is flags.core is None else flags
     numbers = evaluate(flags, tasks, eval_generate=flags.eval_generate, save=flags.save)
     if numbers is not None:  # rank 0
         print(json.dumps(numbers) if flags.json else as_text(numbers))
@@ -101,8 +115,9 @@ def evaluate(
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None
     evaluation.require_gpu(request.device)
-    if tasks is not None:
+    if tasks is not None and tasks.tasks is not None:
         require_tasks(tasks)
+    bundle = read_bundle(tasks.core, tasks.core_limit) if tasks and tasks.core else []
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.evaluation.validation import NUMBERS
 
@@ -140,7 +155,7 @@ def evaluate(
         items = found.items[Path("hellaswag.npz")] = evaluation.measure_hellaswag(subject)
         found.numbers["hellaswag"] = summarize(items)
     if tasks is not None:
-        _add_tasks(found, subject, tasks)
+        _add_tasks(found, subject, tasks, bundle)
     runtime.close()
     if runtime.rank > 0:
         return None
@@ -178,7 +193,9 @@ def _check(
         require_rouge()
     checkpoint = target.checkpoint
     if has_shards and request.val is None and checkpoint is None:
-        raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
+        raise ConfigError(
+            "nothing to evaluate: give --val DIR, --hellaswag, --tasks NAMES or --core BUNDLE"
+        )
     if not request.keep_token_losses:
         return
     if not has_shards:
@@ -216,19 +233,25 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
         found.token_losses = describe_losses(loss, data, step=subject.step, attempt=None)
 
 
-def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
+def _add_tasks(
+    found: _Findings, subject: Subject, tasks: TaskRequest, bundle: list[CoreTask]
+) -> None:
     target = subject.target
-    measured = measure_tasks(
-        tasks, target, subject.model, strategy=subject.strategy, runtime=subject.runtime
-    )
-    if measured is None:  # not rank 0
+    how: Any = {"strategy": subject.strategy, "runtime": subject.runtime}
+    both = [measure_core(bundle, target, subject.model, **how)] if bundle else []
+    if tasks.tasks is not None:
+        both.append(measure_tasks(tasks, target, subject.model, **how))
+    if subject.runtime.rank > 0:
         return
-    found.numbers["tasks"] = measured.numbers
-    found.items |= {
-        evaluations.file_of(Path("tasks"), name): one for name, one in measured.items.items()
-    }
-    if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
-        found.warnings.append(problem)
+    found.numbers["tasks"] = {}
+    for measured in both:
+        found.warnings += measured.warnings
+        found.numbers["tasks"] |= measured.numbers
+        found.items |= {
+            evaluations.file_of(Path("tasks"), name): one for name, one in measured.items.items()
+        }
+        if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
+            found.warnings.append(problem)
 
 
 def _save(found: _Findings, subject: Subject, save: Path | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from gpt2lab import paths
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.errors import ConfigError, DataError, GPT2LabError, NonFiniteError
+from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.generation import draw_each
-from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches
+from gpt2lab.interop.scoring import own_share, score_continuations
 from gpt2lab.model import rng
-from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
-from gpt2lab.runs.console import counted
 from gpt2lab.runs.target import Target, find_target, was_tuned
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import jinja
@@ -191,16 +190,16 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         for context, numbers in _by_context(pairs):
             sequences.append([np.array(context), *(np.array(pairs[i][1]) for i in numbers)])
             order += numbers
-        rows = make_rows(sequences, context_length=self.max_length)
-        found = np.zeros((2, len(pairs)))
-        for batch in self._own(cut_batches(rows, batch_tokens=self._batch_tokens)):
-            with torch.inference_mode(), self._strategy.autocast(), for_changing_shapes():
-                slots, nats, is_greedy = score_and_rank(self._model, batch)
-            found[:, np.array(order)[slots]] = nats, is_greedy
-        found = np.sum(self._runtime.gather(found), axis=0)  # one rank has each, the others have 0
-        if not np.isfinite(found).all():
-            raise NonFiniteError(f"{self._target.name}: scores are not finite: broken weights")
-        return found[0], found[1] > 0
+        found = score_continuations(
+            sequences,
+            self._model,
+            longest=self.max_length + 1,
+            strategy=self._strategy,
+            runtime=self._runtime,
+            name=self._target.name,
+        )
+        place = np.argsort(order)  # of each pair
+        return found[0][place], found[1][place]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request, up to the first of its stop texts."""
@@ -218,7 +217,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
             for batch in cut_batches(prompts, batch_tokens=self._batch_tokens)
         ]
         own: dict[int, str] = {}
-        for drawing, batch in self._own(batches):
+        for drawing, batch in own_share(batches, self._runtime):
             texts = self._write(drawing, batch)
             own |= {prompt.slot: text for prompt, text in zip(batch, texts, strict=True)}
         found = {slot: text for part in self._runtime.gather(own) for slot, text in part.items()}
@@ -278,11 +277,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
                     break
         texts = map(self._tokenizer.decode, written)
         return [postprocess_generated_text(text, list(stops), None) for text in texts]
-
-    def _own(self, batches: Sequence[Any]) -> Iterable[Any]:
-        """Return this rank's share of some batches, and say how far it is."""
-        rank, world = self._runtime.rank, self._runtime.world_size
-        return counted(batches[rank::world], "batches")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Which tasks of lm-eval to measure, and how."""
+    """Which tasks of lm-eval and CORE to measure, and how."""
 
     tasks: str | None = option(
         None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
@@ -54,6 +54,10 @@ class TaskRequest:
     apply_chat_template: bool = option(
         False, "put the tasks' prompts into the chat template of a fine-tuned run"
     )
+    core: Path | None = option(
+        None, "score CORE: the folder or zip of DCLM's evaluation bundle (eval_bundle.zip)"
+    )
+    core_limit: int | None = option(None, "of each task of CORE only N items", least=1)
 
     @property
     def wanted(self) -> list[str]:
@@ -65,8 +69,9 @@ class TaskRequest:
 class TaskResults:
     """Tasks and groups of tasks: their numbers as JSON values, and the results of tasks item by item."""
 
-    numbers: dict[str, dict[str, Any]]
-    items: dict[str, Results]
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, Results] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def require_tasks(request: TaskRequest) -> None:
@@ -106,8 +111,8 @@ def require_tasks(request: TaskRequest) -> None:
 
 def measure_tasks(
     request: TaskRequest, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime
-) -> TaskResults | None:
-    """Return what the tasks of lm-eval measure; None on other ranks than 0.
+) -> TaskResults:
+    """Return what the tasks of lm-eval measure; nothing on other ranks than 0.
 
     Raises: ConfigError, DataError in one line.
     """
@@ -136,7 +141,7 @@ def measure_tasks(
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
-    return None if runtime.rank else _read(found)
+    return TaskResults() if runtime.rank else _read(found)
 
 
 def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
