@@ -51,18 +51,8 @@ class Evaluate(TaskRequest, EvaluationRequest):
 
 
 _COMMON = (  # flags of the short help
-    *(
-        "target",
-        "val",
-        "val_tokens",
-        "hellaswag",
-        "tasks",
-        "limit",
-        "core",
-        "eval_generate",
-        "save",
-    ),
-    *("device", "json", "checkpoint_dir"),
+    *("target", "val", "val_tokens", "hellaswag", "tasks", "limit", "core", "eval_generate"),
+    *("save", "device", "json", "checkpoint_dir"),
 )
 
 

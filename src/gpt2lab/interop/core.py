@@ -5,24 +5,26 @@ Source: karpathy/nanochat, nanochat/core_eval.py and scripts/base_eval.py. No to
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import math
 import random
 import zipfile
-import zlib
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2lab.errors import ConfigError, DataError, first_line
+from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
-from gpt2lab.files import parse_json, wrong_kind
+from gpt2lab.files import parse_json
 from gpt2lab.interop.tasks import TaskResults
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -55,20 +57,16 @@ class Item:
 
 @dataclass(frozen=True)
 class CoreTask:
-    """One of the tasks; `baseline` is the accuracy of guesses."""
+    """One of the tasks; `chance` is the accuracy of guesses."""
 
     label: str
     type: str
     source: str  # the file of the items
     num_fewshot: int
-    baseline: float
-    size: int  # of the file
-    items: list[Item]
-
-    @property
-    def suffix(self) -> str:
-        """Return what the names of results say of a limit."""
-        return f"-first{len(self.items)}" if len(self.items) < self.size else ""
+    delimiter: str  # before what is continued
+    chance: float
+    items: Sequence[Item] = ()
+    suffix: str = ""  # of the names of results, for a limit
 
     def prompts(self, number: int) -> list[str]:
         """Return the texts of an item, each after the same examples, which are drawn from the other items."""
@@ -88,105 +86,96 @@ def read_bundle(path: Path, limit: int | None) -> list[CoreTask]:
 
     Raises: DataError naming the file, and ConfigError for a limit below the examples that a task draws.
     """
-    folder = _find(path)
-    baselines = _baselines(folder / _BASELINES)
-    rows = _parsed(folder / _TASKS)
-    tasks = [_read_task(folder, row, baselines, limit) for row in rows]
-    if not tasks or len({task.label for task in tasks}) < len(tasks):
-        raise DataError(f"{folder / _TASKS}: has no tasks, or two of one label")
-    return tasks
-
-
-def _find(path: Path) -> Any:
-    """Return the folder with the list of tasks, as a Path or a zipfile.Path."""
-    problem = "no such file or folder" if not path.exists() else None
-    if problem is None and not path.is_dir():
-        problem = wrong_kind(path, follow=True)
-        if problem is None and not zipfile.is_zipfile(path):
-            problem = "neither a folder nor a zip"
-    if problem is not None:
-        raise DataError(f"--core {path}: {problem}; give DCLM's evaluation bundle")
-    root: Any = path if path.is_dir() else zipfile.Path(path)
-    for folder in (root, root / "eval_bundle"):
-        if (folder / _TASKS).is_file():
-            return folder
-    raise DataError(f"--core {path}: holds no {_TASKS}; give DCLM's evaluation bundle")
-
-
-def _text(file: Any) -> str:
-    try:
-        if not file.is_file():
-            raise DataError(f"{file}: missing in the bundle; unpack the published one again")
-        return str(file.read_bytes().decode())
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read ({first_line(error)})") from error
-
-
-def _parsed(file: Any) -> list[Any]:
     import yaml
 
-    try:
-        return list(yaml.safe_load(_text(file))["icl_tasks"])
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: not a list of tasks ({first_line(error)})") from error
+    if not (path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))):
+        raise DataError(f"--core {path}: no folder and no zip; give DCLM's evaluation bundle")
+    folder: Any = path if path.is_dir() else zipfile.Path(path)
+    if (folder / "eval_bundle").is_dir():
+        folder /= "eval_bundle"
+    with _reading(folder / _BASELINES) as text:
+        table = csv.DictReader(io.StringIO(text, newline=""))
+        chance = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in table}
+    with _reading(folder / _TASKS) as text:
+        tasks = [
+            CoreTask(
+                label=str(row["label"]),
+                type=str(row["icl_task_type"]),
+                source=str(row["dataset_uri"]),
+                num_fewshot=int(row["num_fewshot"][0]),
+                delimiter=row.get("continuation_delimiter", " "),
+                chance=chance.get(str(row["label"]), math.nan),
+            )
+            for row in yaml.safe_load(text)["icl_tasks"]
+        ]
+        if not tasks or len({task.label for task in tasks}) < len(tasks):
+            raise ValueError("no task, or two of one label")
+    for task in tasks:
+        if task.type not in _FIELDS:
+            known = ", ".join(_FIELDS)
+            raise DataError(
+                f"{folder / _TASKS}: {task.label}: type {task.type!r} is not known; known: {known}"
+            )
+        if not 0 <= task.chance < 1:
+            raise DataError(
+                f"{folder / _BASELINES}: no random baseline below 100 % of {task.label}"
+            )
+    return [_with_items(task, folder / "eval_data" / task.source, limit) for task in tasks]
 
 
-def _baselines(file: Any) -> dict[str, float]:
-    """Return the accuracy of guesses of each task, as a share."""
-    try:
-        rows = csv.DictReader(io.StringIO(_text(file), newline=""))
-        return {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
-    except (csv.Error, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{file}: not a table of random baselines ({first_line(error)})") from error
-
-
-def _read_task(folder: Any, row: Any, baselines: dict[str, float], limit: int | None) -> CoreTask:
-    try:
-        label, type, source = (str(row[key]) for key in ("label", "icl_task_type", "dataset_uri"))
-        num_fewshot, delimiter = int(row["num_fewshot"][0]), row.get("continuation_delimiter", " ")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{folder / _TASKS}: {row!r:.60} is no task ({error!r})") from error
-    if type not in _FIELDS:
-        known = ", ".join(_FIELDS)
-        raise DataError(f"{folder / _TASKS}: {label}: type {type!r} is not known; known: {known}")
-    if not 0 <= baselines.get(label, -1) < 1:
-        raise DataError(f"{folder / _BASELINES}: no random baseline from 0 to 99 % for {label}")
-    file = folder / "eval_data" / source
-    items = []
-    for number, line in enumerate(_text(file).split("\n"), 1):
-        try:
-            if line.strip():
-                items.append(_read_item(parse_json(line.strip()), type, delimiter))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{file} line {number}: no item of {type} ({error!r})") from error
-    size = len(items)
-    random.Random(_ORDER_SEED).shuffle(items)
-    items = items[:limit]
-    if len(items) <= num_fewshot:
-        fix = f"give --core_limit {num_fewshot + 1} or more" if size > num_fewshot else "add items"
-        raise ConfigError(
-            f"{file}: {label} draws {num_fewshot} examples from the other items, and has {len(items)}; {fix}"
+@contextlib.contextmanager
+def _reading(file: Any) -> Iterator[str]:
+    """Yield the text of a file in the bundle; whatever is wrong with it becomes a DataError."""
+    if not file.is_file():
+        raise DataError(
+            f"{file}: missing; --core takes DCLM's evaluation bundle as it is published"
         )
-    return CoreTask(label, type, source, num_fewshot, baselines[label], size, items)
+    try:
+        yield file.read_bytes().decode()
+    except (GPT2LabError, MemoryError):
+        raise
+    except Exception as error:  # of zipfile, zlib, csv, yaml, or of what a field holds
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"{file}: not as in DCLM's evaluation bundle ({what})") from error
 
 
-def _read_item(row: dict[str, Any], type: str, delimiter: str) -> Item:
+def _with_items(task: CoreTask, file: Any, limit: int | None) -> CoreTask:
+    items = []
+    with _reading(file) as text:
+        for number, line in enumerate(text.split("\n"), 1):
+            try:
+                if line.strip():
+                    items.append(_read_item(parse_json(line.strip()), task))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{file} line {number}: no item of {task.type} ({error!r})"
+                ) from error
+    random.Random(_ORDER_SEED).shuffle(items)
+    few, shots = items[:limit], task.num_fewshot
+    if len(few) <= shots:
+        fix = f"give --core_limit {shots + 1} or more" if len(items) > shots else "add items"
+        raise ConfigError(
+            f"{file}: {task.label} draws {shots} examples from the other items, and has {len(few)}; {fix}"
+        )
+    return replace(task, items=few, suffix=f"-first{limit}" if len(few) < len(items) else "")
+
+
+def _read_item(row: dict[str, Any], task: CoreTask) -> Item:
     """Raise ValueError, KeyError or TypeError if it is no item."""
-    first, last = (row[name] for name in _FIELDS[type])
-    starts = first if type == "schema" else [first]
-    ends = last if type == "multiple_choice" else [last]
+    first, last = (row[name] for name in _FIELDS[task.type])
+    starts = first if task.type == "schema" else [first]
+    ends = last if task.type == "multiple_choice" else [last]
     if not all(isinstance(text, str) for text in (*starts, *ends)):
         raise ValueError("not a text")
-    if type == _CONTINUED:
+    if task.type == _CONTINUED:
         if not last:
             raise ValueError("an empty continuation")
-        start = first.strip() + delimiter
+        start = first.strip() + task.delimiter
         return Item((start, start + last), 1)
-    texts = tuple(start + delimiter + end for start in starts for end in ends)
-    gold = row["gold"]
-    if gold not in range(len(texts)):
-        raise ValueError(f"gold {gold!r}")
-    return Item(texts, int(gold))
+    texts = tuple(start + task.delimiter + end for start in starts for end in ends)
+    if row["gold"] not in range(len(texts)):
+        raise ValueError(f"gold {row['gold']!r}")
+    return Item(texts, int(row["gold"]))
 
 
 def _encode(prompts: list[str], type: str, tokenizer: Tokenizer) -> list[list[np.ndarray]]:
@@ -207,14 +196,17 @@ def _shared(texts: list[list[int]]) -> int:
     return next((n for n, ids in columns if len(set(ids)) > 1), min(map(len, texts)))
 
 
-def _choose(nats: list[float], lengths: list[int]) -> int:
-    """Return the option with the lowest mean loss, of equal ones the first.
+def _judge(item: Item, type: str, found: list[tuple[float, bool, int]]) -> bool:
+    """Return whether an item is right, by (log-probability, whether it is greedy, tokens) of what was scored.
 
-    An option that all others begin with has no token of its own, hence no loss. As in nanochat, it is taken if it is
-    the first, because no comparison with nan is true, and never otherwise.
+    The option with the lowest mean loss is taken, of equal ones the first. One that all others begin with has no token
+    of its own, hence no loss: as in nanochat, it is taken if it is the first, because no comparison with nan is true,
+    and never otherwise.
     """
-    losses = [-value / n if n else math.nan for value, n in zip(nats, lengths, strict=True)]
-    return losses.index(min(losses))
+    if type == _CONTINUED:
+        return all(is_greedy and n > 0 for _, is_greedy, n in found)
+    losses = [-nats / n if n else math.nan for nats, _, n in found]
+    return losses.index(min(losses)) == item.gold
 
 
 def measure_core(
@@ -230,69 +222,71 @@ def measure_core(
     problem = why_no_text(tokenizer, model.config.vocab_size)
     if tokenizer is None or problem is not None:
         raise ConfigError(f"{target.name}: {problem}: CORE cannot be measured")
-    measured, of_all = TaskResults(), hashlib.sha256()
+    measured = TaskResults()
     centered: dict[str, list[np.ndarray]] = defaultdict(list)  # by the file of the items
     for task in tasks:
-        digest, sequences, lengths, ends, cut = hashlib.sha256(), [], [], [0], 0
         with doing(f"CORE: {task.label}"):
-            for number, item in enumerate(counted(task.items, "items")):
-                prompts = task.prompts(number)
-                digest.update(repr((prompts, item.gold)).encode())
-                encoded = _encode(prompts, task.type, tokenizer)
-                endings = [len(ending) for _, *endings in encoded for ending in endings]
-                sequences += encoded
-                lengths += [min(length, longest - 1) for length in endings]
-                ends.append(len(lengths))
-                cut += any(len(c) + max(map(len, endings)) > longest for c, *endings in encoded)
+            by_item = [
+                _encode(task.prompts(number), task.type, tokenizer)
+                for number in counted(range(len(task.items)), "items")
+            ]
+            sequences = [one for of_item in by_item for one in of_item]
+            how = {"longest": longest, "name": target.name}
             nats, is_greedy = score_continuations(
-                sequences,
-                model,
-                longest=longest,
-                strategy=strategy,
-                runtime=runtime,
-                name=target.name,
+                sequences, model, strategy=strategy, runtime=runtime, **how
             )
-        right = np.zeros(len(task.items))
-        for number, (item, of_item) in enumerate(
-            zip(task.items, map(slice, ends, ends[1:]), strict=True)
-        ):
-            if task.type == _CONTINUED:
-                right[number] = is_greedy[number] and lengths[number] > 0
-            else:
-                right[number] = _choose(nats[of_item].tolist(), lengths[of_item]) == item.gold
-        above_chance = (right - task.baseline) / (1 - task.baseline)
+        lengths = [min(len(ending), longest - 1) for _, *own in sequences for ending in own]
+        scored = zip(nats.tolist(), is_greedy.tolist(), lengths, strict=True)
+        right = np.zeros(len(by_item))
+        for number, of_item in enumerate(by_item):
+            found = [*itertools.islice(scored, sum(len(one) - 1 for one in of_item))]
+            right[number] = _judge(task.items[number], task.type, found)
+        cut = sum(
+            max(len(context) + max(map(len, endings)) for context, *endings in of_item) > longest
+            for of_item in by_item
+        )
+        above_chance = (right - task.chance) / (1 - task.chance)
         centered[task.source].append(above_chance)
-        name, items = f"core/{task.label}{task.suffix}", digest.hexdigest()
-        of_all.update(items.encode())
-        measured.items[name] = Results("tasks", {"name": name, "items": items}, {"acc": right}, {})
+        name, facts = f"core/{task.label}{task.suffix}", (task.type, task.num_fewshot, task.items)
+        units = {"name": name, "items": hashlib.sha256(repr(facts).encode()).hexdigest()}
+        measured.items[name] = Results("tasks", units, {"acc": right}, {})
         measured.numbers[name] = {
             **{"task": task.label, "n": len(right), "num_fewshot": task.num_fewshot, "cut": cut},
             "metrics": {"acc": _estimate(right), "centered": _estimate(above_chance)},
         }
-    # Tasks with the same items are one stratum of the mean.
+    cut, total = (sum(one[key] for one in measured.numbers.values()) for key in ("cut", "n"))
+    if cut:
+        measured.warnings.append(
+            f"CORE: {cut:,} of {total:,} prompts are longer than the model's context of {longest} tokens and lose "
+            f"examples on the left: compare with models of the same context only"
+        )
+    _add_mean(measured, tasks, centered)
+    return measured
+
+
+def _add_mean(
+    measured: TaskResults, tasks: list[CoreTask], centered: dict[str, list[np.ndarray]]
+) -> None:
+    """Add the mean of the tasks' centred accuracies; tasks with the same items are one stratum of its error."""
+    name = "core" + max((task.suffix for task in tasks), key=len)
     values = [np.mean(of_source, axis=0) for of_source in centered.values()]
     shares = [len(of_source) / len(tasks) for of_source in centered.values()]
     weights = [np.full(len(v), share / len(v)) for v, share in zip(values, shares, strict=True)]
-    name = "core" + max((task.suffix for task in tasks), key=len)
-    measured.items[name] = results = Results(
+    items = [results.units["items"] for results in measured.items.values()]
+    measured.items[name] = mean = Results(
         "tasks",
-        {"name": name, "items": of_all.hexdigest(), "weights": shares},
+        {
+            **{"name": name, "weights": shares},
+            "items": hashlib.sha256(repr(items).encode()).hexdigest(),
+        },
         {"centered": np.concatenate(values)},
         {},
         weights=np.concatenate(weights),
     )
-    mean = _estimate(results.per_unit["centered"], results.weights, results.strata)
-    cut = sum(numbers["cut"] for numbers in measured.numbers.values())
     measured.numbers[name] = {
-        **{"task": "core", "n": results.n, "num_fewshot": None, "cut": cut},
-        "metrics": {"centered": mean},
+        **{"task": "core", "n": mean.n, "num_fewshot": None},
+        "metrics": {"centered": _estimate(mean.per_unit["centered"], mean.weights, mean.strata)},
     }
-    if cut:
-        measured.warnings.append(
-            f"CORE: {cut:,} of {sum(len(task.items) for task in tasks):,} items are longer than the model's context of "
-            f"{longest} tokens and lost examples: compare with models of the same context only"
-        )
-    return measured
 
 
 def _estimate(*values: Any) -> dict[str, float | None]:
