@@ -4,21 +4,32 @@ tests/golden/run_nanochat_core.py recorded what nanochat's own code says.
 """
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import launch
 from golden.run_nanochat_core import model_of
+from gpt2lab.commands.evaluate import as_text, evaluate, main
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.evaluation.request import EvaluationRequest
 from gpt2lab.interop.core import measure_core, read_bundle
-from gpt2lab.interop.tasks import TaskResults
+from gpt2lab.interop.tasks import TaskRequest, TaskResults
+from gpt2lab.report.page import render
 from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer
+from launch import SCRIPTS, ask
 from own_tasks import write_bundle
+from ranks import run_ranks
+from tiny import flags_of, parse, pretrain, write_items, write_shards
 
 ANSWERS = json.loads((Path(__file__).parents[2] / "golden" / "core_nanochat.json").read_text())
 
@@ -59,3 +70,183 @@ def test_every_decision_and_mean_is_nanochats(answer, tmp_path):
         assert centered == pytest.approx(answer["centered_results"][label], abs=1e-12)
     mean = found.numbers["core" + (f"-first{limit}" if limit else "")]["metrics"]["centered"]
     assert mean["value"] == pytest.approx(answer["core_metric"], abs=1e-12)
+
+
+def value(found: TaskResults, name: str, metric: str = "acc") -> float:
+    return float(found.numbers[f"core/own_{name}"]["metrics"][metric]["value"])
+
+
+def test_errors_are_over_items_and_those_of_shared_items_together(tmp_path):
+    found = measured(ANSWERS["answers"][0], write_bundle(tmp_path))
+    right = {name: items.per_unit.get("acc") for name, items in found.items.items()}
+    for name, baseline in (("choices", 0.5), ("schema", 0.4)):
+        metrics = found.numbers[f"core/own_{name}"]["metrics"]
+        error = np.std(right[f"core/own_{name}"], ddof=1) / np.sqrt(16)
+        assert metrics["acc"]["se"] == pytest.approx(error)
+        assert metrics["centered"]["se"] == pytest.approx(error / (1 - baseline))
+    # Both tasks of choices have the same items: 64 of 80 are independent.
+    both = (right["core/own_choices"] + right["core/own_choices_zeroshot"]) / 0.5
+    sums = (
+        both,
+        right["core/own_schema"] / 0.6,
+        right["core/own_words"],
+        right["core/own_repeats"],
+    )
+    variance = sum(np.var(of_source, ddof=1) / 16 for of_source in sums) / 5**2
+    assert found.numbers["core"]["metrics"]["centered"]["se"] == pytest.approx(np.sqrt(variance))
+    assert (found.numbers["core"]["n"], found.warnings) == (64, [])
+
+
+def edited(bundle: Path, name: str, *rows: dict[str, Any]) -> Path:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (bundle / "eval_data" / "own" / f"{name}.jsonl").write_text(lines)
+    return bundle
+
+
+def test_what_nanochat_stops_at_is_scored_as_far_as_it_goes(tmp_path):
+    """A continuation longer than the context, one that joins the word before it, and equal options."""
+    bundle, answer = write_bundle(tmp_path), ANSWERS["answers"][1]  # a context of 24 tokens
+    repeated = [{"context": "bus", "continuation": "bus " * 40 + "bus"} for _ in range(4)]
+    joined = [{"context": "so", "continuation": "me more"} for _ in range(6)]
+    equal = [{"context_options": ["A", "A"], "continuation": "b", "gold": k % 2} for k in range(4)]
+    text = (bundle / "core.yaml").read_text()
+    (bundle / "core.yaml").write_text(text.replace('"\\nAnswer : "', '""'))
+    edited(edited(edited(bundle, "repeats", *repeated), "words", *joined), "schema", *equal)
+    found = measured(answer, bundle)
+    assert np.isfinite(
+        [one["metrics"]["centered"]["value"] for one in found.numbers.values()]
+    ).all()
+    assert value(found, "schema") == 0.5  # the first
+    cut = {one["task"]: one.get("cut") for one in found.numbers.values()}
+    assert (cut["own_repeats"], cut["own_words"], cut["own_choices"]) == (4, 0, 16)
+    assert found.warnings[0].startswith("CORE: ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with two runs, `a` and `b`, and the bundle as it is published: a folder in a zip."""
+    folder = tmp_path_factory.mktemp("core")
+    write_shards(folder / "data", train=(2000,), val=(650,))
+    write_items(folder / "items.jsonl")
+    more = ["--context_length=64", "--total_batch_size=128", "--hellaswag_freq=0"]
+    for name, seed in (("a", 1), ("b", 2)):
+        pretrain(parse([*flags_of(folder, name, *more, f"--seed={seed}")]))
+    write_bundle(folder / "unpacked" / "eval_bundle")
+    shutil.make_archive(str(folder / "bundle"), "zip", folder / "unpacked")
+    return folder
+
+
+def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, capsys):
+    runs = folder / "runs"
+    found = {}
+    for run in "ab":
+        bundle = TaskRequest(core=folder / "bundle.zip")
+        found[run] = evaluate(EvaluationRequest(run, runs), bundle, save=tmp_path / run)
+    assert "are longer than the model's context of 64 tokens" in capsys.readouterr().err
+    a = found["a"]
+    assert a is not None
+    kept = json.loads((runs / "a" / "evaluations" / "step_00000004.json").read_text())["tasks"]
+    assert kept == a["tasks"]
+    mean = a["tasks"]["core"]["metrics"]["centered"]
+    assert f"{mean['value']:.4f} +- {mean['se']:.4f} on 64 items" in as_text(a)
+    page = render(runs / "a")
+    assert '<td class="mono">core/own_schema</td>' in page
+    for one in ("a", str(tmp_path / "a")):
+        rows = ask("compare", one, "b", "--only=tasks", "--json", folder=folder)["metrics"]
+        assert len(rows) == 6
+        row = rows["core centered"]
+        assert row["n"] == 64
+        assert row["a"] == pytest.approx(mean["value"], rel=1e-12)
+        assert row["b"] == pytest.approx(
+            found["b"]["tasks"]["core"]["metrics"]["centered"]["value"]
+        )
+    few = TaskRequest(core=folder / "unpacked", core_limit=8)
+    limited = evaluate(EvaluationRequest("a", runs), few)
+    assert limited is not None
+    assert limited["tasks"]["core/own_schema-first8"]["n"] == 8
+    whole = TaskRequest(core=folder / "unpacked" / "eval_bundle", core_limit=16)
+    again = evaluate(EvaluationRequest("a", runs), whole)
+    assert again is not None
+    assert again["tasks"] == a["tasks"]
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same_bits(folder):
+    argv = ["a", f"--core={folder / 'bundle.zip'}", "--json"]
+    alone = ask("evaluate.py", *argv, folder=folder)
+    argv += [f"--checkpoint_dir={folder / 'runs'}"]
+    done = run_ranks(
+        SCRIPTS / "evaluate.py", argv, world=2, environment=launch.environment(), seconds=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == alone
+
+
+def written(name: str, old: str, new: str) -> Callable[[Path], Any]:
+    def change(bundle: Path) -> None:
+        text = (bundle / name).read_text()
+        assert old in text
+        (bundle / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+SCHEMA = "eval_data/own/schema.jsonl"
+BROKEN: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda b: (b / SCHEMA).unlink(), r"schema\.jsonl: missing; --core takes"),
+    (lambda b: (b / "eval_meta_data.csv").unlink(), r"eval_meta_data\.csv: missing"),
+    (lambda b: (b / "core.yaml").write_text("a: ["), r"core\.yaml: not as in .* \(ParserError"),
+    (lambda b: (b / "core.yaml").write_text("icl_tasks: []"), r"core\.yaml: .*no task, or two"),
+    (written("core.yaml", "_zeroshot", ""), r"core\.yaml: .*two of one label"),
+    (written("core.yaml", "num_fewshot: [3]", "num_fewshot: 3"), r"core\.yaml: not as .*TypeError"),
+    (
+        written("core.yaml", "type: schema", "type: chat"),
+        r"own_schema: type 'chat' is not known; kn",
+    ),
+    (
+        written("eval_meta_data.csv", "own_words,own", "x,own"),
+        r"csv: no random baseline .* own_words",
+    ),
+    (written("eval_meta_data.csv", ",50", ",half"), r"csv: not as in .* float: 'half'"),
+    (
+        written(SCHEMA, '"gold": 1', '"gold": 2'),
+        r"schema\.jsonl line 5: no item of schema .*gold 2",
+    ),
+    (written(SCHEMA, '"continuation"', '"end"'), r"schema\.jsonl line 1: no item .*'continuation'"),
+    (written(SCHEMA, "{", "["), r"schema\.jsonl line 1: no item of schema \(JSONDecodeError"),
+    (lambda b: (b / SCHEMA).write_bytes(b"\xff"), r"schema\.jsonl: not as in .*UnicodeDecodeError"),
+    (lambda b: edited(b, "schema"), r"own_schema draws 2 examples .* and has 0; add items$"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), BROKEN, ids=[said[:28] for _, said in BROKEN])
+def test_a_broken_bundle_is_one_line(spoil, said, tmp_path):
+    spoil(write_bundle(tmp_path))
+    with pytest.raises(GPT2LabError, match=said) as raised:
+        read_bundle(tmp_path, None)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_wrong_flags_and_files_are_one_line(tmp_path):
+    bundle = write_bundle(tmp_path / "bundle")
+    with pytest.raises(GPT2LabError, match=r"^--core_limit is for --core; give the bundle too$"):
+        main(["a", "--core_limit=3"])
+    with pytest.raises(GPT2LabError, match=r"own_words draws 5 .*; give --core_limit 6 or more$"):
+        read_bundle(bundle, 5)
+    (tmp_path / "text.zip").write_text("no zip")
+    for name in ("text.zip", "nothing"):
+        with pytest.raises(GPT2LabError, match=rf"^--core \S+{name}: no folder and no zip; give"):
+            read_bundle(tmp_path / name, None)
+    archive = Path(shutil.make_archive(str(tmp_path / "cut"), "zip", bundle))
+    content = archive.read_bytes()
+    place = content.index(b"icl_tasks") if b"icl_tasks" in content else content.index(b"core.yaml")
+    archive.write_bytes(content[: place + 12] + b"\0" * 40 + content[place + 52 :])
+    with pytest.raises(GPT2LabError, match=r"cut\.zip/core\.yaml: not as in DCLM's"):
+        read_bundle(archive, None)
+    unknown = _Named("gpt2", tmp_path, None)
+    small = ANSWERS["answers"][3]  # 272 rows
+    with pytest.raises(GPT2LabError, match=r"^gpt2: vocab_size 272 is below GPT-2's 50257: CORE"):
+        measure_core(
+            read_bundle(bundle, None), unknown, model_of(small), strategy=None, runtime=None
+        )
