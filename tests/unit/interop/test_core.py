@@ -230,6 +230,7 @@ def test_a_broken_bundle_is_one_line(spoil, said, tmp_path):
 
 def test_wrong_flags_and_files_are_one_line(tmp_path):
     bundle = write_bundle(tmp_path / "bundle")
+    assert read_bundle(bundle, None)[3].prompts(0)[0].endswith("There is a\nAnswer :")
     with pytest.raises(GPT2LabError, match=r"^--core_limit is for --core; give the bundle too$"):
         main(["a", "--core_limit=3"])
     with pytest.raises(GPT2LabError, match=r"own_words draws 5 .*; give --core_limit 6 or more$"):
