@@ -33,6 +33,7 @@ from gpt2lab.tokenizers.opening import why_no_text
 if TYPE_CHECKING:
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.interop.scoring import Pair
     from gpt2lab.model.gpt import GPT
     from gpt2lab.runs.target import Target
 
@@ -110,16 +111,12 @@ def read_bundle(path: Path, limit: int | None) -> list[CoreTask]:
         ]
         if not tasks or len({task.label for task in tasks}) < len(tasks):
             raise ValueError("no task, or two of one label")
-    for task in tasks:
-        if task.type not in _FIELDS:
-            known = ", ".join(_FIELDS)
-            raise DataError(
-                f"{folder / _TASKS}: {task.label}: type {task.type!r} is not known; known: {known}"
-            )
-        if not 0 <= task.chance < 1:
-            raise DataError(
-                f"{folder / _BASELINES}: no random baseline below 100 % of {task.label}"
-            )
+        for task in tasks:
+            if task.type not in _FIELDS:
+                known = ", ".join(_FIELDS)
+                raise ValueError(f"{task.label} has the type {task.type!r}; known: {known}")
+            if not 0 <= task.chance < 1 or task.num_fewshot < 0:
+                raise ValueError(f"{task.label} has no random baseline in {_BASELINES}, or shots")
     return [_with_items(task, folder / "eval_data" / task.source, limit) for task in tasks]
 
 
@@ -178,16 +175,16 @@ def _read_item(row: dict[str, Any], task: CoreTask) -> Item:
     return Item(texts, int(row["gold"]))
 
 
-def _encode(prompts: list[str], type: str, tokenizer: Tokenizer) -> list[list[np.ndarray]]:
+def _encode(prompts: list[str], type: str, tokenizer: Tokenizer) -> list[Pair]:
     """Return the ids of each context and of what is scored after it: where the texts differ, or how they all end."""
     texts = [[tokenizer.end_of_text, *tokenizer.encode(prompt)] for prompt in prompts]
-    arrays = [np.array(ids, tokenizer.dtype) for ids in texts]
+    cuts = [_shared(texts)] * len(texts)
     if type == "schema":
         ending = _shared([ids[::-1] for ids in texts])
-        return [np.split(ids, [max(1, len(ids) - ending)]) for ids in arrays]
-    cut = _shared(texts)
-    own = [ids[cut:] for ids in arrays]
-    return [[arrays[0][:cut], *(own[1:] if type == _CONTINUED else own)]]
+        cuts = [max(1, len(ids) - ending) for ids in texts]
+    arrays = [np.array(ids, tokenizer.dtype) for ids in texts]
+    pairs: list[Pair] = [(ids[:cut], ids[cut:]) for ids, cut in zip(arrays, cuts, strict=True)]
+    return pairs[1:] if type == _CONTINUED else pairs
 
 
 def _shared(texts: list[list[int]]) -> int:
@@ -230,21 +227,17 @@ def measure_core(
                 _encode(task.prompts(number), task.type, tokenizer)
                 for number in counted(range(len(task.items)), "items")
             ]
-            sequences = [one for of_item in by_item for one in of_item]
-            how = {"longest": longest, "name": target.name}
+            pairs = [pair for of_item in by_item for pair in of_item]
             nats, is_greedy = score_continuations(
-                sequences, model, strategy=strategy, runtime=runtime, **how
+                pairs, model, longest=longest, strategy=strategy, runtime=runtime, name=target.name
             )
-        lengths = [min(len(ending), longest - 1) for _, *own in sequences for ending in own]
+        lengths = [min(len(ending), longest - 1) for _, ending in pairs]
         scored = zip(nats.tolist(), is_greedy.tolist(), lengths, strict=True)
         right = np.zeros(len(by_item))
-        for number, of_item in enumerate(by_item):
-            found = [*itertools.islice(scored, sum(len(one) - 1 for one in of_item))]
+        for number, own in enumerate(by_item):
+            found = [*itertools.islice(scored, len(own))]
             right[number] = _judge(task.items[number], task.type, found)
-        cut = sum(
-            max(len(context) + max(map(len, endings)) for context, *endings in of_item) > longest
-            for of_item in by_item
-        )
+        cut = sum(any(len(one) + len(two) > longest for one, two in own) for own in by_item)
         above_chance = (right - task.chance) / (1 - task.chance)
         centered[task.source].append(above_chance)
         name, facts = f"core/{task.label}{task.suffix}", (task.type, task.num_fewshot, task.items)

@@ -34,7 +34,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.generation import draw_each
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches
-from gpt2lab.interop.scoring import own_share, score_continuations
+from gpt2lab.interop.scoring import Pair, own_share, score_continuations
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.target import Target, find_target, was_tuned
@@ -43,8 +43,6 @@ from gpt2lab.tokenizers.chat_template import jinja
 from gpt2lab.tokenizers.opening import why_no_text
 
 _MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that do not say how many
-_ENDINGS = 8  # of one context in one row: attention costs the square of a row's length
-Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its continuation
 
 
 @dataclass(frozen=True)
@@ -186,20 +184,14 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool."""
-        sequences, order = [], []
-        for context, numbers in _by_context(pairs):
-            sequences.append([np.array(context), *(np.array(pairs[i][1]) for i in numbers)])
-            order += numbers
-        found = score_continuations(
-            sequences,
+        return score_continuations(
+            pairs,
             self._model,
             longest=self.max_length + 1,
             strategy=self._strategy,
             runtime=self._runtime,
             name=self._target.name,
         )
-        place = np.argsort(order)  # of each pair
-        return found[0][place], found[1][place]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request, up to the first of its stop texts."""
@@ -305,18 +297,6 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     def tokenizer_name(self) -> str:
         """Name tokenizer and template, by which lm-eval keeps requests that it has built."""
         return f"gpt2lab-{self._tokenizer.hash[:12]}"
-
-
-def _by_context(pairs: Sequence[Pair]) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return each context with the numbers of the pairs that share it, at most `_ENDINGS` at a time."""
-    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, (context, _) in enumerate(pairs):
-        groups[tuple(context)].append(number)
-    return [
-        (context, numbers[first : first + _ENDINGS])
-        for context, numbers in groups.items()
-        for first in range(0, len(numbers), _ENDINGS)
-    ]
 
 
 def main() -> int:
