@@ -46,6 +46,7 @@ class GpuState:
     capability: str | None = None
     clock: str | None = None
     throttle: str | None = None
+    power: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ _PROC_STAT = Path("/proc/stat")
 _FIELDS = (
     ("index", "name", "memory.total", "memory.free", "driver_version", "uuid"),
     ("utilization.gpu", "compute_cap"),
-    ("clocks.sm",),
+    ("power.draw", "clocks.sm"),
     ("clocks_event_reasons.active",),
 )
 
@@ -114,6 +115,7 @@ def detect_hardware(*, device: str = "auto") -> DetectedHardware:
             capability=_known(row.get("compute_cap", "")),
             clock=_known(row.get("clocks.sm", "")),
             throttle=_known(row.get("clocks_event_reasons.active", "")),
+            power=_known(row.get("power.draw", "")),
         )
         for row in rows
         if row["index"].isdigit()
