@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_types
-from gpt2lab.config.settings_file import read_file, read_values
+from gpt2lab.config.settings_file import make_request, read_file, read_values
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
 from gpt2lab.runs import history

@@ -13,10 +13,10 @@ from gpt2lab.commands.parser import fill, name_of, read_words, unknown_flag
 from gpt2lab.config.flags import Flag, flags_of, option
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import PRESETS
-from gpt2lab.config.request import RunRequest, make_request
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
 from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, to_flat
-from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
+from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, make_request, read_file
 from gpt2lab.errors import ConfigError
 
 

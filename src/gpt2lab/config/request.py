@@ -8,12 +8,11 @@ follows, at the start and on a resume. config.json and every checkpoint record t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2lab import paths
-from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.presets import PRESETS, for_length, preset
 from gpt2lab.config.schema import LENGTHS, Config, OptimConfig, RecipeName
 from gpt2lab.config.settings import LEAVES, is_path, override, policy_of, resolved, to_flat
@@ -68,71 +67,9 @@ class RunRequest:
         return dataclasses.replace(
             self,
             config=with_full_paths(override(self.config, values)),
-            chosen=self.chosen | settings.keys(),
-            typed=self.typed | settings.keys(),
+            chosen=self.chosen.union(settings),
+            typed=self.typed.union(settings),
         )
-
-
-def make_request(
-    typed: Mapping[str, Any],
-    *,
-    file: Mapping[str, Any] | None = None,
-    recipe: RecipeName = "pretrain",
-    resume: str | None = None,
-    allow_change: str | None = None,
-    stop_after_steps: int | None = None,
-    stop_at: str | None = None,
-    open_settings: Iterable[str] = (),
-    timeout_minutes: float = 60.0,
-) -> RunRequest:
-    """Return the request for given settings: typed ones override the file, the file overrides the preset.
-
-    `typed`, `file`: by the names of flags, paths absolute, as `settings_file` reads them. `allow_change`: names
-    separated by commas.
-
-    Raises: ConfigError on a name that no setting has.
-    """
-    file = _of_other_data(file or {}, typed)
-    given = {**file, **typed}
-    config = preset(
-        file.get("model", typed.get("model", Config().model.model)),
-        optimizer=given.get("optimizer"),
-    )
-    for values in (file, typed):
-        config = _on_preset(values, config)
-    allowed = {name.strip().lstrip("-") for name in (allow_change or "").split(",")} - {""}
-    if allowed & set(LENGTHS):
-        allowed |= set(LENGTHS)
-    return RunRequest(
-        config=with_full_paths(config),
-        chosen=frozenset(given),
-        typed=frozenset(typed),
-        recipe=recipe,
-        resume=resume,
-        allowed_changes=frozenset(allowed),
-        stop_after_steps=stop_after_steps,
-        stop_at=stop_at,
-        open_settings=frozenset(open_settings),
-        timeout_minutes=timeout_minutes,
-    )
-
-
-def _on_preset(values: Mapping[str, Any], base: Config) -> Config:
-    """Return `base` with given settings; another preset than that of `base` counts as giving each of its settings."""
-    if "model" in values and values["model"] != base.model.model:
-        base = preset(values["model"], base, optimizer=values.get("optimizer"))
-    if any(values.get(name) is not None for name in LENGTHS):  # one setting in three units
-        values = dict.fromkeys(LENGTHS) | dict(values)
-    return override(base, dict(values))
-
-
-def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drop the vocabulary of a run's settings if another start has other data: it follows from their tokenizer."""
-    if "num_tokens" not in file or "data_dir" not in typed:
-        return file
-    is_fitted = file.get("vocab_size") == fitting_rows(file["num_tokens"])
-    dropped = {"num_tokens", "vocab_size"} if is_fitted else {"num_tokens"}
-    return {name: value for name, value in file.items() if name not in dropped}
 
 
 def with_full_paths(config: Config) -> Config:
@@ -194,12 +131,6 @@ def follow_peak(config: Config, chosen: Collection[str]) -> Config:
         return config
     min_lr = default_min_lr(config.optim.max_lr)
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, min_lr=min_lr))
-
-
-def without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file without its record, and without unchosen values that follow from peak or length."""
-    dropped = (FOLLOWS - chosen_in(values)) | {"chosen"}
-    return {name: value for name, value in values.items() if name not in dropped}
 
 
 def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
+from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.other_programs import answer, answer_value
-from gpt2lab.config.request import without_what_follows
-from gpt2lab.config.schema import Config, RecipeName, TuningConfig
-from gpt2lab.config.settings import LEAVES, as_recorded, to_flat, wrong_types
+from gpt2lab.config.presets import preset
+from gpt2lab.config.request import FOLLOWS, RunRequest, chosen_in, with_full_paths
+from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
+from gpt2lab.config.settings import LEAVES, as_recorded, override, to_flat, wrong_types
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import read_regular, replace_durably
 
@@ -28,6 +31,68 @@ PROGRAMS = {"pretrain": "gpt2lab train", "finetune": "gpt2lab finetune"}
 TUNING = frozenset(TuningConfig.__dataclass_fields__)
 OF_SHARDS = frozenset({"data_dir", "data_weights_at", "max_source_epochs"})
 _AT_MOST = 2**20  # bytes of a file
+
+
+def make_request(
+    typed: Mapping[str, Any],
+    *,
+    file: Mapping[str, Any] | None = None,
+    recipe: RecipeName = "pretrain",
+    resume: str | None = None,
+    allow_change: str | None = None,
+    stop_after_steps: int | None = None,
+    stop_at: str | None = None,
+    open_settings: Iterable[str] = (),
+    timeout_minutes: float = 60.0,
+) -> RunRequest:
+    """Return the request for given settings: typed ones override the file, the file overrides the preset.
+
+    `typed`, `file`: by the names of flags, paths absolute, as `settings_file` reads them. `allow_change`: names
+    separated by commas.
+
+    Raises: ConfigError on a name that no setting has.
+    """
+    file = _of_other_data(file or {}, typed)
+    given = {**file, **typed}
+    config = preset(
+        file.get("model", typed.get("model", Config().model.model)),
+        optimizer=given.get("optimizer"),
+    )
+    for values in (file, typed):
+        config = _on_preset(values, config)
+    allowed = {name.strip().lstrip("-") for name in (allow_change or "").split(",")} - {""}
+    if allowed & set(LENGTHS):
+        allowed |= set(LENGTHS)
+    return RunRequest(
+        config=with_full_paths(config),
+        chosen=frozenset(given),
+        typed=frozenset(typed),
+        recipe=recipe,
+        resume=resume,
+        allowed_changes=frozenset(allowed),
+        stop_after_steps=stop_after_steps,
+        stop_at=stop_at,
+        open_settings=frozenset(open_settings),
+        timeout_minutes=timeout_minutes,
+    )
+
+
+def _on_preset(values: Mapping[str, Any], base: Config) -> Config:
+    """Return `base` with given settings; another preset than that of `base` counts as giving each of its settings."""
+    if "model" in values and values["model"] != base.model.model:
+        base = preset(values["model"], base, optimizer=values.get("optimizer"))
+    if any(values.get(name) is not None for name in LENGTHS):  # one setting in three units
+        values = dict.fromkeys(LENGTHS) | dict(values)
+    return override(base, dict(values))
+
+
+def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Drop the vocabulary of a run's settings if another start has other data: it follows from their tokenizer."""
+    if "num_tokens" not in file or "data_dir" not in typed:
+        return file
+    is_fitted = file.get("vocab_size") == fitting_rows(file["num_tokens"])
+    dropped = {"num_tokens", "vocab_size"} if is_fitted else {"num_tokens"}
+    return {name: value for name, value in file.items() if name not in dropped}
 
 
 def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
@@ -44,7 +109,7 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
-    values = without_what_follows(values)
+    values = _without_what_follows(values)
     if recipe == "pretrain" and values.get("instructions") is not None:
         raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
     return as_recorded(_without_other_recipe(values, recipe))
@@ -60,8 +125,14 @@ def read_values(values: dict[str, Any], recipe: RecipeName | None = None) -> dic
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     if problems := _problems(plain):
         raise ConfigError("; ".join(problems.values()))
-    found = as_recorded(without_what_follows(plain))
+    found = as_recorded(_without_what_follows(plain))
     return found if recipe is None else _without_other_recipe(found, recipe)
+
+
+def _without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file without its record, and without unchosen values that follow from peak or length."""
+    dropped = (FOLLOWS - chosen_in(values)) | {"chosen"}
+    return {name: value for name, value in values.items() if name not in dropped}
 
 
 def _with_none(values: dict[str, Any]) -> dict[str, Any]:

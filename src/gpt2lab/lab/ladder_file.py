@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.request import RunRequest, make_request
-from gpt2lab.config.settings_file import read_values
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.settings_file import make_request, read_values
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import is_number, read_regular
 from gpt2lab.lab.seed_runs import SeedRun, Setting, plan_runs

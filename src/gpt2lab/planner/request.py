@@ -14,9 +14,10 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.mixture import read_sources
-from gpt2lab.config.request import make_request, suit_length
+from gpt2lab.config.request import suit_length
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, find_problems, is_list
+from gpt2lab.config.settings_file import make_request
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
+from gpt2lab.config.settings_file import make_request
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
