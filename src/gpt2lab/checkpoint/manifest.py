@@ -55,7 +55,7 @@ _OPTIONAL = {
     "best_val_loss": or_null(NUMBER),
     "order_version": COUNT,
     "tokenizer": OBJECT,
-    "initial_weights": or_null(OBJECT),
+    **dict.fromkeys(("initial_weights", "branch_from"), or_null(OBJECT)),
 }
 
 

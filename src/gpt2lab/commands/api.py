@@ -186,6 +186,8 @@ def train(
     config: str | Path | dict[str, Any] | None = None,
     *,
     resume: str | None = None,
+    branch_from: str | None = None,
+    cooldown: str | None = None,
     allow_change: str | None = None,
     **settings: Any,
 ) -> Run:
@@ -196,11 +198,14 @@ def train(
 
     Raises: GPT2LabError; ConfigError and DataError before anything is written.
     """
+    from gpt2lab.commands.branch import as_branch
     from gpt2lab.commands.command_line import Actions
     from gpt2lab.commands.train import recipe_named, run
     from gpt2lab.planner.auto import TrainingPlanner
 
-    _check_flags(Actions, {"resume": resume, "allow_change": allow_change}, "train")
+    how = {"resume": resume, "allow_change": allow_change}
+    how |= {"branch_from": branch_from, "cooldown": cooldown}
+    _check_flags(Actions, how, "train")
     values, base = read_values(settings), config if isinstance(config, dict) else {}
     tunes = {**base, **values}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
@@ -210,6 +215,7 @@ def train(
     request = make_request(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )
+    request = as_branch(request, branch_from, cooldown)
     run_dir = run(request, recipe_named(recipe), planner=TrainingPlanner())
     assert run_dir is not None  # the only process
     return Run(run_dir)

@@ -10,7 +10,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import verify
 from gpt2lab.errors import CheckpointError
 from gpt2lab.runs import history
-from gpt2lab.runs.overview import describe_mirror
+from gpt2lab.runs.overview import describe_mirror, lineage
 from gpt2lab.runs.summary import checkpoint_table
 from gpt2lab.runs.target import find_run
 
@@ -54,6 +54,8 @@ def print_checkpoints(
         if verify_bytes:
             print(f"  every byte of {count} read, hashes match")
         print()
+    if tree := lineage(checkpoint_dir, of=run_name):
+        print("\n".join(["branches", *tree]))
     return code
 
 
@@ -73,4 +75,10 @@ def _listed_as_json(
         }
         for info in infos
     ]
-    return {"run_name": run.name, "checkpoints": rows, "damaged": [str(error) for error in damaged]}
+    branch = (history.read_json(run / "run.json") or {}).get("branch_from")
+    return {
+        "run_name": run.name,
+        "branch_from": branch,
+        "checkpoints": rows,
+        "damaged": [str(error) for error in damaged],
+    }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpt2lab import paths
 from gpt2lab.commands import help_page
+from gpt2lab.commands.branch import as_branch
 from gpt2lab.commands.parser import fill, name_of, read_words, unknown_flag
 from gpt2lab.config.flags import Flag, flags_of, option
 from gpt2lab.config.other_programs import answer, answer_value
@@ -26,6 +27,14 @@ class Actions:
 
     resume: str | None = option(
         None, "latest | auto (latest or fresh) | best | STEP | folder of a checkpoint"
+    )
+    branch_from: str | None = option(
+        None,
+        "RUN@STEP: begin a new run with the full state of a checkpoint, and leave the old run as it is",
+    )
+    cooldown: str | None = option(
+        None,
+        "with --branch_from a wsd run: let the rate fall to min_lr from there, over N steps, or tokens such as 100M",
     )
     gpus: str | None = option(
         None,
@@ -197,7 +206,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
         open_settings=left_open,
         timeout_minutes=actions.pg_timeout_minutes,
     )
-    return TrainArguments(actions, request)
+    return TrainArguments(actions, as_branch(request, actions.branch_from, actions.cooldown))
 
 
 def names_of_flags(words: Sequence[str]) -> set[str]:
@@ -235,7 +244,8 @@ def _flags_of(recipe: RecipeName) -> list[Flag]:
 
 def _reject_idle_actions(actions: Actions) -> None:
     """Reject a verb that would be ignored: whoever typed it expected something."""
-    imports, resumes = actions.import_checkpoint is not None, actions.resume is not None
+    imports = actions.import_checkpoint is not None
+    resumes = actions.resume is not None or actions.branch_from is not None
     saves = actions.save_config is not None
     asks = [actions.list_checkpoints, actions.dry_run, actions.preflight, imports, saves]
     for is_wrong, message in (

@@ -57,6 +57,7 @@ def print_plan(
             "unused_targets": start.order.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
+            "branch_from": start.branch,
             "changes": start.changes,
             "warnings": start.warnings,
             "config": to_flat(start.config),
@@ -76,7 +77,8 @@ def print_plan(
         say(f"{'begins with':<14} {paths.display_path(start.initial.target.folder)}")
     if start.checkpoint:
         step = start.checkpoint.step
-        say(f"{'resumes from':<14} step {step} ({plan.max_steps - step} to go)")
+        of = f" of {start.branch['run']}, as a branch" if start.branch else ""
+        say(f"{'resumes from':<14} step {step}{of} ({plan.max_steps - step} to go)")
     for name, (before, now) in start.changes.items():
         say(f"{'changed':<14} {name}: {before} -> {now}")
     for warning in start.warnings:

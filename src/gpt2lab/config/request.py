@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gpt2lab import paths
@@ -34,6 +35,7 @@ class RunRequest:
     typed: frozenset[str] = frozenset()  # those of them that were given for this start alone
     recipe: RecipeName = "pretrain"
     resume: str | None = None  # latest | auto | best | STEP | folder of a checkpoint
+    branch_from: Path | None = None  # the checkpoint of another run that a new run continues from
     allowed_changes: frozenset[str] = frozenset()  # settings, and `data`, that a resume may change
     stop_after_steps: int | None = None
     stop_at: str | None = None  # a moment: HH:MM, or an ISO date and time

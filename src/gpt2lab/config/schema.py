@@ -221,7 +221,10 @@ class OptimConfig:
         "cosine", "decay after warm-up; trapezoid: wsd that reaches min_lr one step after the last"
     )
     wsd_decay: float = guarded(
-        0.2, "wsd and trapezoid: fraction of the run, at its end, in which the rate decays linearly"
+        0.2, "wsd and trapezoid: fraction of the run, at its end, in which the rate decays"
+    )
+    wsd_shape: Literal["linear", "sqrt"] = guarded(
+        "linear", "wsd: the decay falls in a line, or by 1 - sqrt of its part done"
     )
     weight_decay: float = guarded(
         0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0

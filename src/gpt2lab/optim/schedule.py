@@ -17,8 +17,9 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
 
     Linear from 0 over `warmup_steps`, then a decay that starts at max_lr and reaches min_lr at max_steps:
     half a cosine (Brown et al. 2020, appendix B), a line, or warm-up-stable-decay (Hu et al. 2024,
-    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run. A trapezoid does so too, and would
-    reach min_lr at max_steps + 1, so that the last step still learns (modded-nanogpt).
+    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run, and falls in a line or by 1 - sqrt
+    (Hägele et al. 2024, arXiv:2405.18392). A trapezoid does so in a line, and would reach min_lr at max_steps + 1, so
+    that the last step still learns (modded-nanogpt).
 
     Raises: ValueError if warm-up and minimum rate are not resolved to numbers.
     """
@@ -38,6 +39,8 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
     progress = min(1.0, (step - start) / (max_steps - start))  # 0 .. 1
     if optim.lr_schedule == "cosine":
         progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+    elif optim.lr_schedule == "wsd" and optim.wsd_shape == "sqrt":
+        progress = math.sqrt(progress)
     return optim.max_lr * (1.0 - progress) + min_lr * progress
 
 

@@ -55,6 +55,8 @@ class ForecastExtension(Extension):
             compiled=environment["compile"] == "on",
             order=start.order,
         )
+        if branch := facts["branch_from"]:  # the steps before it are another run's
+            job = job.with_steps(max(1, start.plan.max_steps - branch["step"]))
         try:
             known = hardware.load()
             machine = calibration.this_machine(
@@ -67,7 +69,7 @@ class ForecastExtension(Extension):
             )
             found = estimate(job, machine, known)
             document = reports.estimate_as_json(found, hardware.DEFAULT_PROFILE)
-            if start.initial is not None:  # not random weights: the scaling law does not apply
+            if start.initial or branch:  # not random weights: the scaling law does not apply
                 document["loss"] = None
             replace_durably(path, json.dumps(document, indent=1) + "\n")
         except (OSError, GPT2LabError) as error:

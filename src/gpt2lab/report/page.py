@@ -99,6 +99,7 @@ def _read(run_dir: Path, name: str) -> Event:
             for step in curves.spread(sorted(samples), _SAMPLES)
         ],
         "all_samples": len(samples),
+        "lineage": overview.lineage(run_dir.resolve().parent, of=run_dir.name),
         "starts": _starts(log, is_running=status.state == "running"),
         "settings": _settings(config, chosen),
         "chosen": chosen,

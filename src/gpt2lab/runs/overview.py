@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,33 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         problem=problem,
         mirror=describe_mirror(status),
     )
+
+
+def lineage(checkpoint_dir: Path, *, of: str | None = None) -> list[str]:
+    """Draw the runs of a folder that begin as branches as trees, or only the tree of a run; [] without a branch."""
+    runs = [run.name for run in catalog.run_folders(checkpoint_dir)]
+    origins: dict[str, tuple[str, int]] = {}
+    for name in runs:
+        branch = (history.read_json(checkpoint_dir / name / "run.json") or {}).get("branch_from")
+        if isinstance(branch, dict) and is_count(branch.get("step")):
+            origins[name] = str(branch.get("run")), branch["step"]
+
+    def draw(name: str, indent: str) -> Iterator[str]:
+        below = sorted((step, run) for run, (of, step) in origins.items() if of == name)
+        for number, (step, run) in enumerate(below, start=1):
+            is_last = number == len(below)
+            yield f"{indent}{'└── ' if is_last else '├── '}{run} @{step}"
+            yield from draw(run, indent + ("    " if is_last else "│   "))
+
+    root = of
+    for _ in origins:  # at most: records that were edited may go round
+        root = origins[root][0] if root in origins else root
+    roots = {begin for begin, _ in origins.values()} - origins.keys()
+    return [
+        line
+        for name in sorted(roots if root is None else roots & {root})
+        for line in (name if name in runs else f"{name} (not here)", *draw(name, ""))
+    ]
 
 
 def describe_mirror(status: dict[str, Any]) -> str | None:

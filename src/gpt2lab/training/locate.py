@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
@@ -30,6 +31,7 @@ class Place:
     run_dir: Path | None  # None: a fresh run, whose folder follows from its settings
     checkpoint: CheckpointInfo | None  # None: a fresh run
     warnings: tuple[str, ...] = ()
+    branch: dict[str, Any] | None = None  # of a new branch: whose checkpoint it is
 
 
 def locate(request: RunRequest, *, set_aside: bool) -> Place:
@@ -38,12 +40,14 @@ def locate(request: RunRequest, *, set_aside: bool) -> Place:
     Raises: ConfigError, CheckpointError, InUseError if there is none, or it would be a guess.
     """
     target = request.resume
-    if target is None:
-        return Place(None, None)
     if target == "auto" and request.config.checkpoint.run_name is None:
         raise ConfigError(
             "--resume auto needs --run_name: without it, which run to continue would be a guess"
         )
+    if request.branch_from is not None:
+        return _begin_branch(request, request.branch_from)
+    if target is None:
+        return Place(None, None)
     is_step = re.fullmatch(r"[0-9]+", target) is not None
     if target not in _NEWEST and not is_step:
         return _locate_path(request, target)
@@ -51,6 +55,15 @@ def locate(request: RunRequest, *, set_aside: bool) -> Place:
     if target == "best" or is_step:
         return Place(run_dir, catalog.find(run_dir, target))
     return _newest_of(run_dir, must_exist=target == "latest", set_aside=set_aside)
+
+
+def _begin_branch(request: RunRequest, folder: Path) -> Place:
+    """Return another run's checkpoint, and the folder of the new run; in that of the other one nothing is renamed."""
+    found = catalog.open_checkpoint(folder)
+    run_dir = fresh_folder(replace(request.config, model=found.config().model))
+    record = {"run": folder.parent.name, "step": found.step, "folder": str(folder)}
+    record["manifest_sha256"] = found.manifest["manifest_sha256"]
+    return Place(run_dir, found, branch=record)
 
 
 def _locate_path(request: RunRequest, target: str) -> Place:

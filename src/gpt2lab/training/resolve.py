@@ -7,6 +7,7 @@ Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
+from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.target import tokenizer_of
@@ -143,7 +145,7 @@ def merge_settings(
     if place.checkpoint is not None and run_dir is not None:
         saved = place.checkpoint.config()
         chosen |= chosen_in(place.checkpoint.manifest["config"])
-        config = _resumed_settings(request, saved, chosen, run_dir)
+        config = _resumed_settings(request, saved, chosen, place, run_dir)
     else:
         config, initial = fresh_settings(request, recipe)
         if initial is not None:
@@ -157,9 +159,9 @@ def merge_settings(
 
 
 def _resumed_settings(
-    request: RunRequest, saved: Config, chosen: frozenset[str], run_dir: Path
+    request: RunRequest, saved: Config, chosen: frozenset[str], place: Place, run_dir: Path
 ) -> Config:
-    """Return the saved settings, overridden by what was chosen."""
+    """Return the saved settings, overridden by what was chosen; a branch is mirrored only if that was typed."""
     begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
     if begun_by != request.recipe:
         program = "train" if begun_by == "pretrain" else "finetune"
@@ -171,8 +173,10 @@ def _resumed_settings(
     # A typed `auto` means what the run already decided for itself.
     decided = ("dtype", "residual_dtype", "compile")
     kept = {name: before[name] for name in decided if to_flat(config)[name] == "auto"}
-    place = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
-    config = follow_peak(override(config, kept | place), chosen)
+    kept |= {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
+    if place.branch and "checkpoint_mirror" not in request.chosen:
+        kept["checkpoint_mirror"] = None
+    config = follow_peak(override(config, kept), chosen)
     reject_changes(request, config, find_changes(saved, config), run=run_dir.name)
     return config
 
@@ -338,20 +342,25 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     config, data, run_dir, checkpoint = steps.config, steps.data, settings.run_dir, place.checkpoint
     changes = _find_changes(request, checkpoint, settings, steps)
     hellaswag, no_hellaswag = _choose_hellaswag(request, config, data.tokenizer)
-    log = history.read_log(run_dir)
+    own = log = history.read_log(run_dir)
+    if place.branch and checkpoint:
+        log = history.read_log(checkpoint.path.parent)
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     room = disk_budget(run_dir, steps.plan.disk_bytes)
     notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
-    attempt, has_ended = log.last_attempt, False
+    attempt, has_ended = own.last_attempt, False
     recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
+    if place.branch:
+        _check_branch(place, settings, steps, recorded.get("step", {}).get("lr"))
     if checkpoint is not None:
         status = history.read_json(run_dir / "status.json") or {}  # what a start writes last
         has_ended = (status.get("state"), status.get("step")) == ("completed", checkpoint.step)
-        attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
+        if not place.branch:
+            attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
         if not recorded:
             notes += (
-                f"{run_dir / METRICS}: has no line of step {checkpoint.step}, after which this checkpoint was saved; "
-                f"was it deleted or replaced? Nothing can be compared with it",
+                f"{checkpoint.path.parent / METRICS}: has no line of step {checkpoint.step}, after which this "
+                f"checkpoint was saved; was it deleted or replaced? Nothing can be compared with it",
             )
     start = Start(
         config=config,
@@ -373,6 +382,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         has_ended=has_ended,
         initial=settings.initial,
         warnings=notes,
+        branch=place.branch,
     )
     if start.is_complete:
         return start
@@ -382,6 +392,29 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         return start
     repeats = find_repeats(start.epochs_by_source() or {"the data": start.plan.epochs})
     return dataclasses.replace(start, warnings=(*notes, *repeats))
+
+
+def _check_branch(place: Place, settings: Settings, steps: Steps, lr: float | None) -> None:
+    """Check that a branch has steps to take, and that a `wsd` rate continues where it was, `lr`, as logged.
+
+    Raises: ConfigError.
+    """
+    assert place.branch is not None
+    assert settings.saved is not None
+    step, last, optim = place.branch["step"], steps.plan.max_steps, settings.saved.optim
+    if optim.lr_schedule == "wsd" and lr is not None:
+        optim = dataclasses.replace(optim, wsd_decay=steps.config.optim.wsd_decay)
+        now = lr_at(step, optim, max_steps=last)
+        if not math.isclose(now, lr, rel_tol=1e-9):
+            raise ConfigError(
+                f"--branch_from: step {step} was trained with the rate {lr:.3g}, and {now:.3g} would follow, because "
+                f"one of the runs decays there already; branch from an earlier step"
+            )
+    if last <= step:
+        raise ConfigError(
+            f"--branch_from: the run would end at step {last}, and {step} are done; give it a length: --cooldown N "
+            f"(of a wsd run), or --max_steps N"
+        )
 
 
 def _find_changes(

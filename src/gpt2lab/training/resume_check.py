@@ -148,7 +148,8 @@ def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
     The next one is left out if it trained on another batch on purpose: after a change of data or a rewind.
     """
     assert start.checkpoint is not None
-    log, step = history.read_log(start.run_dir), start.checkpoint.step
+    checkpoint = start.checkpoint
+    log, step = history.read_log(checkpoint.path.parent), checkpoint.step
     turned = any(
         event["step"] == step
         and (event["event"] == "rewind" or _DECIDES_BATCHES & set(event.get("changes", ())))
@@ -252,9 +253,8 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
     }
     if start.attention is not None:
         environment["attention"] = start.attention
-    initial = start.initial.record() if start.initial else None  # None: random, or a resume
-    if initial is None and start.checkpoint:
-        initial = start.checkpoint.manifest.get("initial_weights")
+    before = start.checkpoint.manifest if start.checkpoint else {}
+    initial = start.initial.record() if start.initial else before.get("initial_weights")
     return {
         "run": start.run_dir.name,
         "attempt": start.attempt,
@@ -265,5 +265,6 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "environment": environment,
         "on_gpu": on_gpu,
         "initial_weights": initial,
+        "branch_from": start.branch or before.get("branch_from"),
         "provenance": provenance(torch.__version__) if runtime.rank == 0 else {},
     }

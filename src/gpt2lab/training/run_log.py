@@ -201,7 +201,7 @@ def _summary(components: Components) -> str:
     start, plan, model = components.start, components.start.plan, components.start.config.model
     environment, ranks = components.facts["environment"], plan.batch.world_size
     rows = {
-        "run": f"{paths.display_path(start.run_dir)} (start {start.attempt}), checkpoints of "
+        "run": f"{start.describe_place()}, checkpoints of "
         f"{fmt.num_bytes(plan.checkpoint_bytes)}, {fmt.num_bytes(plan.disk_bytes)} of disk at most",
         "model": f"{model.model}: {plan.parameters:,} parameters, context {model.context_length}",
         "data": start.describe_data().partition(" (")[0],
@@ -217,7 +217,7 @@ def _summary(components: Components) -> str:
 def _details(components: Components) -> Iterator[str]:
     """Yield all that is known of a start, for log.txt and --verbose."""
     start, plan = components.start, components.start.plan
-    yield f"run            {paths.display_path(start.run_dir)} (start {start.attempt})"
+    yield f"run            {start.describe_place()}"
     yield f"data           {start.describe_data()}"
     for line in start.describe_sources():
         yield f"source         {line}"
@@ -254,6 +254,7 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         tokens_per_step=plan.batch.tokens,
         world_size=plan.batch.world_size,
         order_version=start.order.version,
+        **({"branch_from": start.branch} if start.branch else {}),
     )
     for warning in start.warnings:
         logger.warn(warning, step)

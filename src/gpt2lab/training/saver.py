@@ -274,6 +274,8 @@ class Saver:
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
         """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
+        if not (self.run_dir / folder_name(state.step)).exists():
+            return  # of a branch: the checkpoint is another run's
         self.label(state.step, labels)
         if self.folder is not None and self.resumed_kind is not None and not is_recorded:
             self._record(state, self.resumed_kind, labels, seconds=None, stalled=None)

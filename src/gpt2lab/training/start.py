@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, DiskBudget
 from gpt2lab.config.schema import Config
 from gpt2lab.data.mixture import Mixture, describe_sources
@@ -40,6 +41,7 @@ class Start:
     has_ended: bool  # everything due after the checkpoint's step is done and recorded
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
+    branch: dict[str, Any] | None = None  # of a run that begins as a branch: where from
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
 
     @property
@@ -56,6 +58,12 @@ class Start:
     def tokenizer_files(self) -> dict[str, bytes]:
         """The files that checkpoints carry so that their ids keep their meaning."""
         return self.data.tokenizer.files if self.data.tokenizer else {}
+
+    def describe_place(self) -> str:
+        """Write where the run is, and of which checkpoint it begins as a branch."""
+        branch = self.branch
+        of = f", branch of {branch['run']}@{branch['step']}" if branch else ""
+        return f"{paths.display_path(self.run_dir)} (start {self.attempt}{of})"
 
     def describe_data(self) -> str:
         """Format the data for the console."""

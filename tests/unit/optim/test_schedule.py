@@ -15,7 +15,7 @@ MAX, MIN = 6e-4, 6e-5
 examples = settings(derandomize=True, max_examples=150, deadline=None)
 
 
-def optim(schedule: str = "cosine", *, warmup: int = 10, **more: float) -> OptimConfig:
+def optim(schedule: str = "cosine", *, warmup: int = 10, **more: float | str) -> OptimConfig:
     values = {"max_lr": MAX, "min_lr": MIN, **more}
     return OptimConfig(lr_schedule=schedule, warmup_steps=warmup, **values)
 
@@ -42,6 +42,15 @@ def test_between_warm_up_and_the_end(schedule, formula, warmup):
         found = lr_at(n, optim(schedule, warmup=warmup), max_steps=100)
         assert found == pytest.approx(formula(n, warmup, 100), rel=1e-9)
     assert found == pytest.approx(MIN, rel=1e-9)
+
+
+def test_the_decay_of_wsd_may_follow_one_minus_the_root_of_its_part_done():
+    decay = optim("wsd", wsd_decay=0.25, wsd_shape="sqrt")
+    for n in range(10, 76):
+        assert lr_at(n, decay, max_steps=100) == MAX
+    for n in range(75, 101):
+        expected = MIN + (MAX - MIN) * (1 - ((n - 75) / 25) ** 0.5)
+        assert lr_at(n, decay, max_steps=100) == pytest.approx(expected, rel=1e-9)
 
 
 def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part():

@@ -1,0 +1,98 @@
+"""`--branch_from RUN@STEP` and `--cooldown N`: a new run that continues from a checkpoint of another. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from gpt2lab import fmt
+from gpt2lab.checkpoint import catalog
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.settings import both_set_length
+from gpt2lab.errors import ConfigError
+from gpt2lab.runs.target import find_run
+
+_UNASKED = frozenset({*LENGTHS, "wsd_decay", "wsd_shape"})  # what a branch of a wsd run may change
+
+
+def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> RunRequest:
+    """Return the request that begins a branch at `origin`, RUN@STEP, or that continues it, with --resume auto.
+
+    Of a run with the schedule wsd the length and the decay may change unasked; `cooldown` sets both.
+
+    Raises: ConfigError, CheckpointError.
+    """
+    if origin is None:
+        if cooldown is not None:
+            raise ConfigError(
+                "--cooldown goes with --branch_from RUN@STEP, of a run of --lr_schedule wsd"
+            )
+        return request
+    if request.resume not in (None, "auto"):
+        raise ConfigError(
+            f"--branch_from begins a run, --resume {request.resume} continues one; give one of them "
+            f"(--resume auto begins the branch once, and then continues it)"
+        )
+    run, _, at = origin.rpartition("@")
+    if not run or re.fullmatch(r"[0-9]{1,18}|best", at) is None:
+        raise ConfigError(
+            f"--branch_from {origin}: give RUN@STEP, such as my_run@1000, or RUN@best"
+        )
+    place = request.config.checkpoint
+    infos: list[catalog.CheckpointInfo] = []
+    if request.resume is not None and place.run_name is not None:
+        infos, _ = catalog.list_checkpoints(place.checkpoint_dir / place.run_name)
+    if infos:
+        newest, known = infos[-1], infos[-1].manifest.get("branch_from") or {}
+        is_same = str(known.get("run", "")).startswith(run.rpartition("/")[2])
+        if not known or not is_same or at not in ("best", str(known["step"])):
+            began = f"began at {known['run']}@{known['step']}" if known else "is no branch"
+            raise ConfigError(
+                f"run {place.run_name} {began}, and --branch_from is {origin}; choose another --run_name, or leave "
+                f"out --branch_from"
+            )
+        step = known["step"]
+    else:
+        trunk = find_run(run, place.checkpoint_dir)
+        found, _ = catalog.list_checkpoints(trunk)  # every byte is verified where it is resolved
+        fitting = [info for info in found if at in (str(info.step), *info.labels)]
+        newest = fitting[0] if fitting else catalog.find(trunk, at)  # which names those there are
+        resume = None if place.run_name else request.resume  # which is rejected: auto needs a name
+        request = dataclasses.replace(request, branch_from=newest.path, resume=resume)
+        step = newest.step
+    saved = newest.config()
+    if cooldown is not None:
+        request = _with_cooldown(request, saved, cooldown, step=step, origin=origin)
+    if saved.optim.lr_schedule == "wsd" and not infos:
+        allowed = request.allowed_changes | _UNASKED
+        request = dataclasses.replace(request, allowed_changes=allowed)
+    return request
+
+
+def _with_cooldown(
+    request: RunRequest, saved: Config, cooldown: str, *, step: int, origin: str
+) -> RunRequest:
+    """Return the request whose rate falls from `step` on, over steps, or tokens if the number has a unit."""
+    if both := sorted(request.typed & {*LENGTHS, "wsd_decay"}):
+        raise ConfigError(both_set_length(["--cooldown", f"--{both[0]}"]))
+    schedule, warmup = saved.optim.lr_schedule, saved.optim.warmup_steps or 0
+    if schedule != "wsd":
+        raise ConfigError(
+            f"--cooldown: the rate of {origin} follows lr_schedule {schedule}, which falls by itself; a cooldown "
+            f"needs a run of --lr_schedule wsd"
+        )
+    if step < warmup:
+        raise ConfigError(
+            f"--cooldown: step {step} of {origin} is in the warm-up of {warmup} steps; branch from a later one"
+        )
+    try:
+        steps = fmt.parse_count(cooldown)
+    except ValueError as error:
+        raise ConfigError(f"--cooldown: {error}; give steps, or tokens such as 100M") from None
+    tokens = request.over(saved).batch.total_batch_size
+    if cooldown[-1].isalpha():
+        steps //= tokens
+    if steps < 1:
+        raise ConfigError(f"--cooldown {cooldown}: less than one step, of {tokens:,} tokens")
+    return request.with_settings(max_steps=step + steps, wsd_decay=steps / (step + steps))
