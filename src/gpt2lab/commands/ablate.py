@@ -2,31 +2,41 @@
 
 SETTINGS is a file with one setting per line, `name: flags of the trainer`; the first is the baseline. A flag of the
 trainer with several values is a grid: each value with each setting. Each setting and seed is trained as a run of
-its own, in a process of its own.
+its own, in a process of its own. `name: @REF flags` trains with the code of a branch, tag or commit.
 
 gpt2lab ablate settings.txt --out runs/norms --seeds 1 2 3 --max_tokens 1M
 gpt2lab ablate settings.txt --out runs/norms --target 3.5 --max_tokens 1M
 gpt2lab ablate --out runs/rates --max_lr 1e-3 2e-3 4e-3 --max_tokens 1M
 gpt2lab ablate settings.txt --out runs/norms --until_decided --max_tokens 1M
+gpt2lab ablate --code main my-branch --until_decided --max_tokens 1M
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
+from gpt2lab.commands.ablate_settings import (
+    cross,
+    cross_code,
+    read_requests,
+    read_settings,
+    take_grid,
+)
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import argument, option, required
+from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import CheckError, ConfigError
 from gpt2lab.lab.ablation import MAX_SEEDS, Ablation
+from gpt2lab.lab.other_code import find_commits, with_code
 from gpt2lab.lab.over_seeds import SMALLEST
 from gpt2lab.runs import history
 
+_OUT = "folder of the runs and the table; a complete run is not repeated"
 _NOTHING = (
     "nothing to compare: give a settings file, or several values to a flag, such as "
-    "--max_lr 1e-3 2e-3"
+    "--max_lr 1e-3 2e-3 or --code main my-branch"
 )
 
 
@@ -34,11 +44,19 @@ _NOTHING = (
 class Ablate:
     """Compare settings of the trainer; flags of the trainer apply to every run."""
 
-    out: Path = required("folder of the runs and the table; a complete run is not repeated")
+    out: Path | None = option(
+        None,
+        f"{_OUT}. With --code the default is one below checkpoints/, named after the commits",
+    )
     settings: Path | None = argument(
         "file with one `name: flags of the trainer` per line; the first is the baseline. Without it, give several "
         "values to a flag of the trainer",
         default=None,
+    )
+    code: tuple[str, ...] = option(
+        (),
+        "branches, tags or commits whose code to compare, `.` for the working tree; the first is the baseline. A "
+        "change that leaves every bit as it was gets no seeds, but a comparison of seconds and memory",
     )
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
@@ -78,20 +96,33 @@ def main(argv: list[str]) -> int:
     settings: dict[str, list[str]] = {"": []}
     if flags.settings is not None:
         settings = read_settings(paths.from_working_directory(flags.settings))
-    settings = cross(settings, grid)
+    settings = cross(cross_code(settings, flags.code) if flags.code else settings, grid)
     if len(settings) < 2:
         raise ConfigError(_NOTHING)
     most = max(MAX_SEEDS, len(flags.seeds)) if flags.max_seeds is None else flags.max_seeds
+    requests = read_requests(settings, shared)
+    out = paths.from_working_directory(flags.out) if flags.out is not None else None
+    has_code = any(one.ref is not None for one in requests.values())
+    if has_code:
+        repository, commits = find_commits([one.ref or "HEAD" for one in requests.values()])
+        name = "_".join(["code", *(commit[:8] for commit in dict.fromkeys(commits.values()))])
+        out = out or paths.runs_folder(None) / name
+    if out is None:
+        raise ConfigError(f"--out is missing: {_OUT}; see gpt2lab ablate --help")
     ablation = Ablation(
-        settings=read_requests(settings, shared),
-        out=paths.from_working_directory(flags.out),
+        settings=requests,
+        out=out,
         target=flags.target,
         smallest=flags.smallest_difference,
         max_seeds=most if flags.until_decided else None,
         jobs=flags.jobs,
     )
-    runs = ablation.run(flags.seeds)
-    markdown, document = ablation.write(runs)
+    with contextlib.ExitStack() as stack:
+        if has_code:
+            code = with_code(ablation, repository, commits, seed=flags.seeds[0])
+            ablation = stack.enter_context(code)
+        runs = ablation.run(flags.seeds)
+        markdown, document = ablation.write(runs)
     print(json.dumps(document) if flags.json else markdown)
     if diverged := [run.name for run in runs if history.has_diverged(run.folder)]:
         raise CheckError(

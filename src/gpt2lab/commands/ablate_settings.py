@@ -80,8 +80,26 @@ def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[st
     return settings
 
 
+def cross_code(settings: dict[str, list[str]], refs: Sequence[str]) -> dict[str, list[str]]:
+    """Return each setting with the code of each ref, `@REF` before its flags; the first is the baseline.
+
+    Raises: ConfigError if a setting names code itself, or if a ref is duplicated.
+    """
+    found: dict[str, list[str]] = {}
+    for setting, flags in settings.items():
+        if flags and flags[0].startswith("@"):
+            raise ConfigError(f"setting {setting} names its code, {flags[0]}; leave --code out")
+        for ref in refs:
+            short = "working_tree" if ref == "." else re.sub(r"[^A-Za-z0-9_.+-]", "_", ref)
+            name = "_".join(filter(None, (setting, short)))
+            if name in found:
+                raise ConfigError(f"--code: {ref} is duplicated")
+            found[name] = [f"@{ref}", *flags]
+    return found
+
+
 def read_settings(path: Path) -> dict[str, list[str]]:
-    """Return {setting: its flags} of a settings file, in its order; `#` begins a comment line.
+    """Return {setting: its flags} of a settings file, in its order; `#` begins a comment line, `@REF` names code.
 
     Raises: ConfigError naming the line, DataError if there is no such file.
     """
@@ -117,10 +135,11 @@ def read_requests(
     """
     found = {}
     for name, own in settings.items():
-        words = [*shared, *own]
+        ref = own[0][1:] if own and own[0].startswith("@") else None
+        words = [*shared, *own[ref is not None :]]
         with prefix_errors(name):
             # A --config file may have a seed; ablate overrides it.
             if ours := _OURS & names_of_flags(words):
                 raise ConfigError(f"--{min(ours)} is set by ablate itself")
-            found[name] = Setting(parse(words).request, tuple(action_words(words)))
+            found[name] = Setting(parse(words).request, tuple(action_words(words)), ref)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from gpt2lab.lab.over_seeds import (
     over_units,
     sentence,
 )
-from gpt2lab.lab.seed_runs import SeedRun, Setting, check_runs, plan_runs, run_all, start_of
+from gpt2lab.lab.seed_runs import SeedRun, Setting, check_runs, outlook_of, plan_runs, run_all
 from gpt2lab.lab.stats import ALPHA, OverSeeds, decide, first_bounded, over_seeds
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
@@ -41,12 +41,16 @@ class Ablation:
     smallest: float = SMALLEST  # differences below it count as equal, in nats/token
     max_seeds: int | None = None  # add seeds until all settings are decided, at most so many
     jobs: int = 1
+    # Of settings with code of their own, also of those that need no seeds: see `other_code`.
+    code: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self, seeds: Sequence[int]) -> list[SeedRun]:
         """Train what is not complete and return the runs, seed by seed.
 
         Raises: ConfigError, DataError, CheckError, SavedInterrupt: see `plan_runs`, `check_runs` and `run_all`.
         """
+        if len(self.settings) < 2:  # no change touches the arithmetic
+            return []
         if self.max_seeds is not None:
             return self._run_until_decided(seeds, self.max_seeds)
         runs = self._plan(seeds)
@@ -116,7 +120,7 @@ class Ablation:
         for run in runs:
             curve = None if history.has_diverged(run.folder) else read_curve(run.folder)
             curves.setdefault(run.setting, []).append(curve)
-        rows = compare(curves, target=self.target)
+        rows = compare(curves, target=self.target) if runs else []
         until_decided = self.max_seeds is not None
         comparisons = find_comparisons(
             runs, curves, smallest=self.smallest, until_decided=until_decided
@@ -130,11 +134,19 @@ class Ablation:
             "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
         }
         diverged = diverged_sentences(rows)
+        verdicts = {one.setting: one.verdict for one in comparisons} | dict.fromkeys(
+            diverged, "diverged"
+        )
+        code = {
+            name: {"verdict": "equal bits" if own["same_arithmetic"] else verdicts.get(name)} | own
+            for name, own in self.code.items()
+        }
         parts = [
-            write_markdown(rows, target=self.target, until_decided=until_decided),
+            "\n".join(f"- {said}" for own in code.values() for said in own["sentences"]),
+            write_markdown(rows, target=self.target, until_decided=until_decided) if rows else "",
             write_comparisons(comparisons, smallest=self.smallest) if comparisons else "",
             "\n".join(f"- {line}" for line in diverged.values()),
-            _spent_line(spent, comparisons),
+            _spent_line(spent, comparisons) if rows else "",
         ]
         markdown = "\n\n".join(filter(None, parts))
         words = {run.setting: run.trainer_words() for run in reversed(runs)}  # of the first seed
@@ -157,6 +169,7 @@ class Ablation:
             ],
             "diverged": diverged,
             "spent": spent,
+            "code": code,
         }
         with system_errors_as(SaveError, self.out, fix="choose another --out"):
             replace_durably(self.out / "ablation.md", markdown + "\n")
@@ -181,7 +194,7 @@ def all_seeds(seeds: Sequence[int], max_seeds: int, *, settings: int) -> list[in
 
 def _reject_unequal_tokens(runs: Sequence[SeedRun]) -> None:
     """Reject settings that train on other numbers of tokens than the baseline, whose last losses are not comparable."""
-    tokens = [start_of(run).plan.tokens for run in runs]
+    tokens = [outlook_of(run).tokens for run in runs]
     for run, count in zip(runs, tokens, strict=True):
         if count != tokens[0]:
             raise ConfigError(
@@ -383,7 +396,7 @@ def find_comparisons(
 
     A setting that diverged in a seed is not compared, but counts in the correction for several tests.
     """
-    baseline, *others = with_diverged
+    baseline, *others = with_diverged or [""]
     curves = {name: own for name, some in with_diverged.items() if (own := finished(some))}
     if baseline not in curves:
         return []
@@ -414,6 +427,8 @@ def find_comparisons(
 
 def diverged_sentences(rows: Sequence[TableRow]) -> dict[str, str]:
     """Return {setting that diverged: a sentence on what that means for the comparison}."""
+    if not rows:
+        return {}
     baseline, *others = rows
     found = {
         row.setting: f"{row.setting} {_diverged(row)}, so it is not compared with {baseline.setting}."

@@ -1,29 +1,32 @@
 """Runs of several settings and seeds: planned as requests, checked before anything starts, trained in processes.
 
-Each run is a fresh process of the trainer that reads its settings from a file.
+Each run is a fresh process of the trainer that reads its settings from a file. The trainer may be that of another
+commit, which is then asked what it would do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
-from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.config.settings import LEAVES, policy_of, to_flat
 from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import (
     CheckError,
@@ -52,6 +55,8 @@ class Setting:
     request: RunRequest
     # Of the trainer, which a settings file cannot hold, such as --preset 1xa100.
     flags: tuple[str, ...] = ()
+    ref: str | None = None  # of other code: a branch, a tag, a commit, or `.`, the working tree
+    code: Path | None = None  # where that code is checked out; None: this program's
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class SeedRun:
     request: RunRequest
     out: Path  # folder of the runs
     flags: tuple[str, ...] = ()
+    code: Path | None = None
 
     @property
     def name(self) -> str:
@@ -88,11 +94,28 @@ class SeedRun:
 
         Raises: SaveError.
         """
-        chosen, flat = sorted(self.request.chosen), to_flat(self.request.config)
-        values = {name: flat[name] for name in chosen} | {"chosen": chosen}
+        values = chosen_values(self.request)
         with system_errors_as(SaveError, self.settings_file, fix="choose another --out"):
             self.settings_file.parent.mkdir(parents=True, exist_ok=True)
             replace_durably(self.settings_file, json.dumps(values, indent=1) + "\n")
+
+
+def _trainer(code: Path | None) -> list[str]:
+    """Return what follows `python` to start the trainer of other code, or of this program's."""
+    return paths.trainer("train") if code is None else [str(code / "src" / "train.py")]
+
+
+def _environment(code: Path | None) -> dict[str, str]:
+    """Return the environment of that trainer and its children: Python finds other code before this program's."""
+    first = [] if code is None else [str(code / "src")]
+    path = os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def chosen_values(request: RunRequest) -> dict[str, Any]:
+    """Return what a settings file of a request holds."""
+    chosen, flat = sorted(request.chosen), to_flat(request.config)
+    return {name: flat[name] for name in chosen} | {"chosen": chosen}
 
 
 def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Path) -> list[SeedRun]:
@@ -114,15 +137,18 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
                 f"{flag} {one} in {first}, {other} in {second}: their losses are not comparable"
             )
     return [
-        SeedRun(name, seed, _placed(one.request, f"{name}_seed{seed}", seed, out), out, one.flags)
+        SeedRun(name, seed, _placed(one, f"{name}_seed{seed}", seed, out), out, one.flags, one.code)
         for seed in seeds
         for name, one in settings.items()
     ]
 
 
-def _placed(request: RunRequest, name: str, seed: int, out: Path) -> RunRequest:
+def _placed(setting: Setting, name: str, seed: int, out: Path) -> RunRequest:
     """Return the request of one run, which continues where an earlier process stopped."""
-    own = {"seed": seed, "checkpoint_dir": str(out), "run_name": name}
+    request = setting.request
+    own: dict[str, Any] = {"seed": seed, "checkpoint_dir": str(out), "run_name": name}
+    if setting.code is not None:  # it may have other defaults, and a data/ of its own
+        own |= {name: to_flat(request.config)[name] for name in _SHARED}
     begin = request.config.init.init_from
     # Its name is that of a run among the others, and `out` is where this one lies.
     if begin is not None and catalog.find_folder(begin, out) is None:
@@ -139,7 +165,7 @@ def check_runs(runs: Sequence[SeedRun]) -> None:
     """
     for run in runs:
         with prefix_errors(run.setting):
-            start_of(run)
+            outlook_of(run)
 
 
 @contextlib.contextmanager
@@ -151,8 +177,54 @@ def prefix_errors(setting: str) -> Iterator[None]:
         raise type(error)(f"setting {setting}: {error}") from None
 
 
+class Outlook(NamedTuple):
+    """What the trainer would do."""
+
+    max_steps: int
+    tokens: int
+    is_complete: bool
+
+
+def outlook_of(run: SeedRun) -> Outlook:
+    """Return what the run's own trainer would do.
+
+    Raises: ConfigError, DataError: whatever it would reject; other code also if its flags differ from this program's.
+    """
+    if run.code is None:
+        start = start_of(run)
+        return Outlook(start.plan.max_steps, start.plan.tokens, start.is_complete)
+    status = history.read_json(run.folder / "status.json") or {}
+    settings = json.dumps(chosen_values(run.request))
+    return Outlook(*_ask(run.code, settings, run.flags), status.get("state") == "completed")
+
+
+@functools.cache
+def _ask(code: Path, settings: str, flags: tuple[str, ...]) -> tuple[int, int]:
+    """Return the steps and the tokens of a run, as its own code plans them."""
+    with tempfile.NamedTemporaryFile("w", dir=code.parent, suffix=".json") as file:
+        file.write(settings)
+        file.flush()
+        words = ["--config", file.name, "--resume=auto", *flags, "--dry_run", "--json"]
+        command = [sys.executable, *_trainer(code), *words]
+        done = subprocess.run(command, env=_environment(code), capture_output=True, text=True)
+    whose = f"the code of {code.name}"
+    if done.returncode:
+        raise ConfigError(f"{whose}: {last_line(done.stderr)}")
+    try:
+        facts = json.loads(done.stdout)
+        names, steps, tokens = set(facts["config"]), int(facts["max_steps"]), int(facts["tokens"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{whose} answers --dry_run --json in another form") from None
+    if differing := sorted(names ^ set(LEAVES)):
+        raise ConfigError(
+            f"{whose} has other flags than this program: --{', --'.join(differing)}; compare code with equal flags, "
+            f"the change as its default"
+        )
+    return steps, tokens
+
+
 def start_of(run: SeedRun) -> Start:
-    """Return what the trainer would do.
+    """Return what the trainer of this program would do.
 
     Raises: ConfigError if a run of this name has other settings; whatever else the trainer would reject.
     """
@@ -198,11 +270,13 @@ def run_all(
     jobs: int = 1,
     refresh: Callable[[list[SeedRun]], object] = lambda done: None,
     on_divergence: Literal["fail", "continue"] = "fail",
+    may_stop: bool = False,
 ) -> None:
     """Train what is not complete yet, `jobs` processes at a time; each writes its own log.txt.
 
     `refresh` gets the runs of all complete seeds, each time that a run completes. `on_divergence`: whether a run whose
-    numbers became non-finite is a failure, or counts as complete and is not trained again.
+    numbers became non-finite is a failure, or counts as complete and is not trained again. `may_stop`: a run need not
+    reach its end.
 
     Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
         Called again, it continues where it stopped.
@@ -214,7 +288,7 @@ def run_all(
     def train(number: int, run: SeedRun) -> SeedRun:
         label = f"[{number}/{len(runs)}] {run.name}"
         with trainers.slot(run) as environment:
-            _run_one(run, label, environment, trainers, may_diverge=may_diverge)
+            _run_one(run, label, environment, trainers, may_diverge=may_diverge, may_stop=may_stop)
         return run
 
     complete: set[str] = set()
@@ -278,12 +352,12 @@ class _Trainers:
     def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
         run.write_settings()
         trainer = subprocess.Popen(
-            [sys.executable, *paths.trainer("train"), *run.trainer_words()],
+            [sys.executable, *_trainer(run.code), *run.trainer_words()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
-            env={**os.environ, **environment, PARENT: str(os.getpid())},
+            env={**_environment(run.code), **environment, PARENT: str(os.getpid())},
         )
         self._running.append(trainer)
         if self._stopping.is_set():  # since the caller checked
@@ -303,25 +377,40 @@ class _Trainers:
 
 
 def _run_one(
-    run: SeedRun, label: str, environment: dict[str, str], trainers: _Trainers, *, may_diverge: bool
+    run: SeedRun,
+    label: str,
+    environment: dict[str, str],
+    trainers: _Trainers,
+    *,
+    may_diverge: bool,
+    may_stop: bool,
 ) -> None:
-    start = start_of(run)
+    outlook = outlook_of(run)
     if may_diverge and history.has_diverged(run.folder):
         say(f"{label}: diverged")
         return
-    if start.is_complete:
+    if outlook.is_complete:
         say(f"{label}: complete")
         return
-    say(f"{label}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
+    say(f"{label}: {outlook.max_steps:,} steps, {outlook.tokens:,} tokens")
     code, stderr = trainers.run(run, environment)
     if code:
-        reason = (stderr.strip() or "no message").splitlines()[-1]
+        reason = last_line(stderr)
         if may_diverge and history.has_diverged(run.folder):
             say(f"{label}: diverged: {reason.removeprefix('error: ')}")
             return
         raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
-    if not start_of(run).is_complete:
+    if run.code is not None and (problem := history.open_log(run.folder).problem):
+        raise CheckError(
+            f"{run.name}: its code writes a log that this program cannot read: {problem}"
+        )
+    if not may_stop and not outlook_of(run).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to continue")
+
+
+def last_line(stderr: str) -> str:
+    """Return the last line of a program's messages."""
+    return (stderr.strip() or "no message").splitlines()[-1]
 
 
 def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
