@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.commands.ablate_settings import (
-    cross,
-    cross_code,
-    read_requests,
-    read_settings,
-    take_grid,
-)
+from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import CheckError, ConfigError
@@ -96,7 +90,7 @@ def main(argv: list[str]) -> int:
     settings: dict[str, list[str]] = {"": []}
     if flags.settings is not None:
         settings = read_settings(paths.from_working_directory(flags.settings))
-    settings = cross(cross_code(settings, flags.code) if flags.code else settings, grid)
+    settings = cross(settings, {**grid, "code": [*flags.code]} if flags.code else grid)
     if len(settings) < 2:
         raise ConfigError(_NOTHING)
     most = max(MAX_SEEDS, len(flags.seeds)) if flags.max_seeds is None else flags.max_seeds
@@ -109,6 +103,8 @@ def main(argv: list[str]) -> int:
         out = out or paths.runs_folder(None) / name
     if out is None:
         raise ConfigError(f"--out is missing: {_OUT}; see gpt2lab ablate --help")
+    if not has_code and (out / "code.json").exists():
+        raise ConfigError(f"{out} has runs of other code; give another --out")
     ablation = Ablation(
         settings=requests,
         out=out,

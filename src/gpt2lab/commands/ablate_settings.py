@@ -80,24 +80,6 @@ def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[st
     return settings
 
 
-def cross_code(settings: dict[str, list[str]], refs: Sequence[str]) -> dict[str, list[str]]:
-    """Return each setting with the code of each ref, `@REF` before its flags; the first is the baseline.
-
-    Raises: ConfigError if a setting names code itself, or if a ref is duplicated.
-    """
-    found: dict[str, list[str]] = {}
-    for setting, flags in settings.items():
-        if flags and flags[0].startswith("@"):
-            raise ConfigError(f"setting {setting} names its code, {flags[0]}; leave --code out")
-        for ref in refs:
-            short = "working_tree" if ref == "." else re.sub(r"[^A-Za-z0-9_.+-]", "_", ref)
-            name = "_".join(filter(None, (setting, short)))
-            if name in found:
-                raise ConfigError(f"--code: {ref} is duplicated")
-            found[name] = [f"@{ref}", *flags]
-    return found
-
-
 def read_settings(path: Path) -> dict[str, list[str]]:
     """Return {setting: its flags} of a settings file, in its order; `#` begins a comment line, `@REF` names code.
 
@@ -117,7 +99,7 @@ def read_settings(path: Path) -> dict[str, list[str]]:
         if name.strip() in settings:
             raise ConfigError(f"{path} line {number}: setting {name.strip()} is duplicated")
         try:
-            settings[name.strip()] = shlex.split(flags)
+            settings[name.strip()] = shlex.split(re.sub(r"^\s*@", "--code=", flags))
         except ValueError as error:
             raise ConfigError(f"{path} line {number}: {error}") from error
     if len(settings) < 2:
@@ -135,11 +117,15 @@ def read_requests(
     """
     found = {}
     for name, own in settings.items():
-        ref = own[0][1:] if own and own[0].startswith("@") else None
-        words = [*shared, *own[ref is not None :]]
+        refs = [word.partition("=")[2] for word in own if word.startswith("--code=")]
+        words = [*shared, *(word for word in own if not word.startswith("--code="))]
         with prefix_errors(name):
             # A --config file may have a seed; ablate overrides it.
             if ours := _OURS & names_of_flags(words):
                 raise ConfigError(f"--{min(ours)} is set by ablate itself")
-            found[name] = Setting(parse(words).request, tuple(action_words(words)), ref)
+            if len(refs) > 1:
+                raise ConfigError(f"it names code twice, {' and '.join(refs)}")
+            found[name] = Setting(
+                parse(words).request, tuple(action_words(words)), refs[0] if refs else None
+            )
     return found

@@ -134,15 +134,12 @@ class Ablation:
             "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
         }
         diverged = diverged_sentences(rows)
-        verdicts = {one.setting: one.verdict for one in comparisons} | dict.fromkeys(
-            diverged, "diverged"
-        )
-        code = {
-            name: {"verdict": "equal bits" if own["same_arithmetic"] else verdicts.get(name)} | own
-            for name, own in self.code.items()
-        }
+        verdicts: dict[str, str] = {one.setting: one.verdict for one in comparisons}
+        verdicts |= dict.fromkeys(diverged, "diverged")
+        verdicts |= {n: "equal bits" for n, own in self.code.items() if own.get("same_arithmetic")}
+        code = {n: {"verdict": verdicts.get(n)} | own for n, own in self.code.items()}
         parts = [
-            "\n".join(f"- {said}" for own in code.values() for said in own["sentences"]),
+            "\n".join(f"- {said}" for own in code.values() for said in own.get("sentences", [])),
             write_markdown(rows, target=self.target, until_decided=until_decided) if rows else "",
             write_comparisons(comparisons, smallest=self.smallest) if comparisons else "",
             "\n".join(f"- {line}" for line in diverged.values()),
@@ -194,7 +191,7 @@ def all_seeds(seeds: Sequence[int], max_seeds: int, *, settings: int) -> list[in
 
 def _reject_unequal_tokens(runs: Sequence[SeedRun]) -> None:
     """Reject settings that train on other numbers of tokens than the baseline, whose last losses are not comparable."""
-    tokens = [outlook_of(run).tokens for run in runs]
+    tokens = [outlook_of(run)[1] for run in runs]
     for run, count in zip(runs, tokens, strict=True):
         if count != tokens[0]:
             raise ConfigError(

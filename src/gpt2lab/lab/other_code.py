@@ -36,7 +36,7 @@ _NUMBERS = ("batch_hash", "lr", "loss", "grad_norm")  # of a step, in the order 
 _SHORT = 12  # digits of a commit's name
 _VAL_TOKENS = 65_536  # at most, of a short run
 # What decides what a loss means.
-_MEASURES = tuple(f"src/gpt2lab/{name}" for name in ("evaluation", "data", "tokenizers"))
+_MEASURES = ("--", *(f"src/gpt2lab/{name}" for name in ("evaluation", "data", "tokenizers")))
 # Settings that only surround a run; a short run is without them.
 _SURROUNDINGS = ("track", "use_", "checkpoint_mirror", "hellaswag_", "core_", "max_hours")
 
@@ -120,18 +120,11 @@ def _checked_out(repository: Path, commits: Iterable[str], out: Path) -> Iterato
             place = stack.enter_context(temporary_folder(out))
         for commit in dict.fromkeys(commits):
             folder = place / commit[:_SHORT]
-            stack.callback(_remove, repository, folder)
             _git(repository, "worktree", "add", "--detach", str(folder), commit)
+            stack.callback(_git, repository, "worktree", "remove", "--force", str(folder))
             if not (folder / "src" / "train.py").is_file():
-                raise ConfigError(
-                    f"{commit[:_SHORT]} has no src/train.py: it is no commit of gpt2lab"
-                )
+                raise ConfigError(f"{folder.name} has no src/train.py: it is no commit of gpt2lab")
         yield place
-
-
-def _remove(repository: Path, folder: Path) -> None:
-    with contextlib.suppress(ConfigError):  # it was not made
-        _git(repository, "worktree", "remove", "--force", str(folder))
 
 
 # -- an ablation of code ---------------------------------------------------------------------------------------------
@@ -159,8 +152,8 @@ def with_code(
             )
     file = JsonFile(ablation.out / "code.json", ConfigError, fix="give another --out")
     kept = file.read() if file.path.exists() else {}
-    if kept and kept.get("asked") != asked:
-        raise file.rejected("this ablation began with other commits or settings")
+    if kept.get("asked") != asked if kept else (ablation.out / "settings").exists():
+        raise file.rejected("the runs there began with other commits or settings")
     with _checked_out(repository, of.values(), ablation.out) as place:
         settings = {
             name: dataclasses.replace(one, code=place / of[name][:_SHORT])
@@ -169,26 +162,24 @@ def with_code(
         check_runs(plan_runs(settings, seeds=(seed,), out=ablation.out))
         facts = kept.get("facts")
         if not isinstance(facts, dict):
-            baseline = next(iter(of))
-            same = {
-                n: settings[n] for n in of if asked[n] | {"commit": of[baseline]} == asked[baseline]
-            }
-            compared = compare_bits(same, seed=seed, place=place)
-            facts = {}
-            for name, one in settings.items():
-                ends = (of[baseline], of[name], "--", *_MEASURES)
-                files = _git(repository, "diff", "--name-only", *ends).splitlines()
-                own = compared.get(name, {"same_arithmetic": None, "sentences": []})
-                if files:
-                    what = f"other code than {baseline}: it changes {', '.join(files)}"
-                    own["sentences"].append(f"{name} measures its loss with {what}.")
-                known = {"ref": one.ref or "HEAD", "commit": of[name], "changes_measurement": files}
-                facts[name] = known | own
+            base = next(iter(of))
+            same = [n for n in of if asked[n] | {"commit": of[base]} == asked[base]]
+            facts = compare_bits({n: settings[n] for n in same}, seed=seed, place=place)
+            for name, own in facts.items():
+                changed = _git(repository, "diff", "--name-only", of[base], of[name], *_MEASURES)
+                own["changes_measurement"] = changed.split()
+                if changed:
+                    files = ", ".join(changed.split())
+                    said = (
+                        f"{name} measures its loss with other code than {base}: it changes {files}."
+                    )
+                    own["sentences"].append(said)
             with system_errors_as(SaveError, file.path, fix="choose another --out"):
                 ablation.out.mkdir(exist_ok=True)
                 text = json.dumps({"asked": asked, "facts": facts}, indent=1)
                 replace_durably(file.path, text + "\n")
-        left = {name: one for name, one in settings.items() if not facts[name]["same_arithmetic"]}
+        facts = {name: {"commit": of[name]} | facts.get(name, {}) for name in settings}
+        left = {n: one for n, one in settings.items() if not facts[n].get("same_arithmetic")}
         yield dataclasses.replace(ablation, settings=left, code=facts)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
@@ -100,16 +100,12 @@ class SeedRun:
             replace_durably(self.settings_file, json.dumps(values, indent=1) + "\n")
 
 
-def _trainer(code: Path | None) -> list[str]:
-    """Return what follows `python` to start the trainer of other code, or of this program's."""
-    return paths.trainer("train") if code is None else [str(code / "src" / "train.py")]
-
-
-def _environment(code: Path | None) -> dict[str, str]:
-    """Return the environment of that trainer and its children: Python finds other code before this program's."""
-    first = [] if code is None else [str(code / "src")]
-    path = os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+def _trainer(code: Path | None) -> tuple[list[str], dict[str, str]]:
+    """Return the words that start the trainer of other code, or of this program's, and its environment."""
+    if code is None:
+        return [sys.executable, *paths.trainer("train")], dict(os.environ)
+    path = os.pathsep.join(filter(None, [str(code / "src"), os.environ.get("PYTHONPATH")]))
+    return [sys.executable, str(code / "src" / "train.py")], {**os.environ, "PYTHONPATH": path}
 
 
 def chosen_values(request: RunRequest) -> dict[str, Any]:
@@ -177,25 +173,17 @@ def prefix_errors(setting: str) -> Iterator[None]:
         raise type(error)(f"setting {setting}: {error}") from None
 
 
-class Outlook(NamedTuple):
-    """What the trainer would do."""
+def outlook_of(run: SeedRun) -> tuple[int, int, bool]:
+    """Return the steps and the tokens of a run, and whether it is complete, as its own trainer sees it.
 
-    max_steps: int
-    tokens: int
-    is_complete: bool
-
-
-def outlook_of(run: SeedRun) -> Outlook:
-    """Return what the run's own trainer would do.
-
-    Raises: ConfigError, DataError: whatever it would reject; other code also if its flags differ from this program's.
+    Raises: ConfigError, DataError: whatever that would reject; other code also if its flags differ from this program's.
     """
     if run.code is None:
         start = start_of(run)
-        return Outlook(start.plan.max_steps, start.plan.tokens, start.is_complete)
-    status = history.read_json(run.folder / "status.json") or {}
+        return start.plan.max_steps, start.plan.tokens, start.is_complete
     settings = json.dumps(chosen_values(run.request))
-    return Outlook(*_ask(run.code, settings, run.flags), status.get("state") == "completed")
+    status = history.read_json(run.folder / "status.json") or {}
+    return *_ask(run.code, settings, run.flags), status.get("state") == "completed"
 
 
 @functools.cache
@@ -205,8 +193,8 @@ def _ask(code: Path, settings: str, flags: tuple[str, ...]) -> tuple[int, int]:
         file.write(settings)
         file.flush()
         words = ["--config", file.name, "--resume=auto", *flags, "--dry_run", "--json"]
-        command = [sys.executable, *_trainer(code), *words]
-        done = subprocess.run(command, env=_environment(code), capture_output=True, text=True)
+        command, environment = _trainer(code)
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
     whose = f"the code of {code.name}"
     if done.returncode:
         raise ConfigError(f"{whose}: {last_line(done.stderr)}")
@@ -351,13 +339,14 @@ class _Trainers:
 
     def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
         run.write_settings()
+        command, own = _trainer(run.code)
         trainer = subprocess.Popen(
-            [sys.executable, *_trainer(run.code), *run.trainer_words()],
+            [*command, *run.trainer_words()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
-            env={**_environment(run.code), **environment, PARENT: str(os.getpid())},
+            env={**own, **environment, PARENT: str(os.getpid())},
         )
         self._running.append(trainer)
         if self._stopping.is_set():  # since the caller checked
@@ -385,14 +374,14 @@ def _run_one(
     may_diverge: bool,
     may_stop: bool,
 ) -> None:
-    outlook = outlook_of(run)
+    max_steps, tokens, is_complete = outlook_of(run)
     if may_diverge and history.has_diverged(run.folder):
         say(f"{label}: diverged")
         return
-    if outlook.is_complete:
+    if is_complete:
         say(f"{label}: complete")
         return
-    say(f"{label}: {outlook.max_steps:,} steps, {outlook.tokens:,} tokens")
+    say(f"{label}: {max_steps:,} steps, {tokens:,} tokens")
     code, stderr = trainers.run(run, environment)
     if code:
         reason = last_line(stderr)
@@ -404,7 +393,7 @@ def _run_one(
         raise CheckError(
             f"{run.name}: its code writes a log that this program cannot read: {problem}"
         )
-    if not may_stop and not outlook_of(run).is_complete:
+    if not may_stop and not outlook_of(run)[2]:
         raise CheckError(f"{run.name} stopped before its end; start again to continue")
 
 
