@@ -30,7 +30,7 @@ _ROPE = f"""        if rotation is None:
             angles = torch.arange(T, device=x.device)[:, None] * 10_000.0 ** -(channels * self.n_head / C)
             rotation = angles.cos(), angles.sin()
 {_ROTATE}"""
-_LAST = "        return F.dropout(self.c_proj(y), self.dropout, self.training)"
+_LAST = "        return F.dropout(self.c_proj(x), self.dropout, self.training)"
 # {branch: (text of gpt.py, what replaces it, the verdict, the word on speed)}
 PLANTED = {
     "rope": (_ROTATE, _ROPE, "better", None),
@@ -43,7 +43,7 @@ PLANTED = {
     ),
     "slow": (
         _SPLIT,
-        f"        for _ in range(8):\n            self.c_attn(x.detach())\n{_SPLIT}",
+        f"        for _ in range(16):\n            self.c_attn(x.detach())\n{_SPLIT}",
         *("equal bits", "slower"),
     ),
 }

@@ -1,6 +1,7 @@
 """`ablate --code`: commits get their own runs with their own code, changes of no bit get no seeds; what it rejects."""
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -175,3 +176,29 @@ def test_an_interrupt_leaves_no_worktree(repository, flags, tmp_path):
     stderr = process.communicate()[1]
     assert (process.returncode, "interrupted; what was trained is saved" in stderr) == (0, True)
     assert_nothing_is_left(repository, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_agent_loop_keeps_what_is_better(planted, tiny_data, tmp_path):
+    """examples/agent_loop.md, whose agent first plants a harm, then a rate that is 30 times as high."""
+    git(tmp_path, "clone", "-q", str(planted), "r")
+    git(tmp_path / "r", "branch", "harm", "origin/harm")
+    page = (launch.REPOSITORY / "examples" / "agent_loop.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    flags = [*TINY, "--max_steps=20", "--max_lr=0.0003", "--until_decided", "--max_seeds=4"]
+    script = script.replace("FLAGS =", f"FLAGS = {[*flags, f'--data_dir={tiny_data}']} or")
+    (tmp_path / "agent_loop.py").write_text(script.replace('"gpt2lab"', '*sys.argv[3].split("|")'))
+    agent = tmp_path / "r" / "agent"
+    rate = "s/return optim.max_lr . (1.0/return 30 * optim.max_lr * (1.0/"
+    agent.write_text(
+        "#!/bin/sh\n[ -e trials.txt ] || exec git cherry-pick harm\n"
+        f"sed -i '{rate}' src/gpt2lab/optim/schedule.py && git -c user.name=x -c user.email=x commit -qam rate\n"
+    )
+    agent.chmod(0o755)
+    words = [tmp_path / "agent_loop.py", 2, 1e9, "|".join(launch.words_of("ablate")[:-1])]
+    done = launch.python(*words, folder=tmp_path / "r")
+    assert done.returncode == 0, done.stderr
+    said = (tmp_path / "r" / "trials.txt").read_text()
+    assert re.findall(r"trial (\d): (.*)", said) == [("1", "not decided"), ("2", "better")]
+    assert "code-trial is better than code-best by " in said
+    assert git(tmp_path / "r", "log", "-2", "--format=%s", "best") == "rate\nmain"
