@@ -48,8 +48,8 @@ def compare_with_tutorial(
     """
     runtime = Runtime()
     runtime.use(SystemConfig(device=device))
-    dtype = resolve_dtype(dtype, runtime.device)
-    strategy = Strategy(runtime, SystemConfig(dtype=dtype))
+    precision = resolve_dtype(dtype, runtime.device)
+    strategy = Strategy(runtime, SystemConfig(dtype=precision))
     config = preset(model_name).model
     model = build_model(config, seed=1, device=runtime.device).eval()
     questions = load_questions(path, GPT2).subset(items)
@@ -84,7 +84,7 @@ def compare_with_tutorial(
         "model": model_name,
         "items": len(questions),
         "device": runtime.device.type,
-        "dtype": dtype,
+        "dtype": precision,
         "threads": torch.get_num_threads(),
         "seconds": seconds,
         "items_per_second": {name: len(questions) / spent for name, spent in seconds.items()},

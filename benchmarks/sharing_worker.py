@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Config, ModelName, Parallel, SystemConfig
+from gpt2lab.config.schema import Config, Dtype, ModelName, Parallel, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.distributed.runtime import Dtype, Runtime
+from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers

@@ -147,7 +147,9 @@ def test_two_gpus_train_as_one(more, fp32, tiny_data, tmp_path):
 # -- resume ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "compile"), [("fp32", "off"), ("bf16", "off"), ("bf16", "on")])
+@pytest.mark.parametrize(
+    ("dtype", "compile"), [("fp32", "off"), ("bf16", "off"), ("bf16", "on"), ("fp16", "on")]
+)
 def test_resume_is_bit_identical_in_deterministic_mode(dtype, compile, tiny_data, tmp_path):
     more = (f"--dtype={dtype}", f"--compile={compile}", "--deterministic")
     straight = _train(tiny_data, tmp_path / "straight", *more)
@@ -159,15 +161,21 @@ def test_resume_is_bit_identical_in_deterministic_mode(dtype, compile, tiny_data
     assert launch.parameter_hash(resumed, 20) == launch.parameter_hash(straight, 20)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
-def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(optimizer, tiny_data, tmp_path):
-    """Also around an update that is not finite, which the GPU rejects by itself."""
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "bad"),
+    [("adamw", "bf16", "nan"), ("normuon", "bf16", "nan"), ("normuon", "fp16", "1e30")],
+)
+def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(
+    optimizer, dtype, bad, tiny_data, tmp_path
+):
+    """Also around an update that is not finite, which the GPU rejects by itself; 1e30 times exceeds fp16's range."""
     runs = []
     for order in ("0", "1"):
         more = ("--deterministic", "--compile=off", f"--optimizer={optimizer}")
-        flags = _flags(tiny_data, tmp_path / order, *more)
+        flags = _flags(tiny_data, tmp_path / order, *more, f"--dtype={dtype}")
         program = launch.WORKERS / "pipelined.py"
-        done = launch.train(flags, program=program, PIPELINED=order, BAD_RANK="0")
+        env = {"PIPELINED": order, "BAD_RANK": "0", "BAD_FACTOR": bad}
+        done = launch.train(flags, program=program, **env)
         assert done.returncode == 0, done.stderr
         runs.append(tmp_path / order / "run")
     skipped = [[n for n, e in launch.steps(run).items() if not e["updated"]] for run in runs]

@@ -38,6 +38,6 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 
 Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
 gpt2lab.training.steps.train_step = counted_step
-gpt2lab.distributed.runtime.native_bf16 = lambda device: True  # emulated where it is not
+gpt2lab.distributed.runtime.fastest_dtype = lambda device: "bf16"  # emulated where it is not
 pretrain(parse(sys.argv[1:]))
 sys.stdout.write(f"counted {json.dumps(counted[-1])}\n")  # print writes the end apart

@@ -29,7 +29,7 @@ from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, JsonFile, is_number, list_of, or_null
 from gpt2lab.optim.optimizers import SHAPED_STATE
 
-NOT_FINITE = "not finite"
+NOT_FINITE, OVERFLOW = "not finite", "overflow"
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
 _ALIGNMENT = 64  # bytes, of tensors in the staging buffer
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
@@ -61,6 +61,7 @@ class TrainState:
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
     unverified: tuple[str, ...] = ()  # shards read whose hashes were not compared before this save
     due: tuple[str, ...] = ()  # eval, hellaswag, sample: what this save did not wait for
+    loss_scale: tuple[float, ...] | None = None  # of fp16: the scale, and steps since it changed
 
     def advance(
         self,
@@ -70,24 +71,24 @@ class TrainState:
         seconds: float,
         loss: float,
         skip_reason: str | None = None,
+        loss_scale: tuple[float, ...] | None = None,
     ) -> TrainState:
         """Return the state one optimizer step on; `skip_reason` says why its update was not made, if it was not."""
-        state = dataclasses.replace(
+        window = [self.samples, self.samples + samples]
+        record = {"step": self.step + 1, "reason": skip_reason, "samples": window}
+        return dataclasses.replace(
             self,
             step=self.step + 1,
-            samples=self.samples + samples,
+            samples=window[1],
             tokens=self.tokens + tokens,
             train_seconds=self.train_seconds + seconds,
             val_loss=None,
             due=(),
             non_finite_in_a_row=0 if skip_reason != NOT_FINITE else self.non_finite_in_a_row + 1,
             recent_losses=extend(self.recent_losses, loss),
+            loss_scale=loss_scale,
+            skipped=(*self.skipped, record) if skip_reason else self.skipped,
         )
-        if skip_reason is None:
-            return state
-        window = [self.samples, state.samples]
-        record = {"step": state.step, "reason": skip_reason, "samples": window}
-        return dataclasses.replace(state, skipped=(*self.skipped, record))
 
     def with_val_loss(self, val_loss: float) -> TrainState:
         """Return the state with this step's validation loss, which may be the best so far.
@@ -122,15 +123,21 @@ class TrainState:
 _OBJECTS = list_of(OBJECT, "a list of objects")
 _RANGE = list_of(COUNT, "the numbers of two samples")
 _LOSS = (lambda value: is_number(value) and abs(value) < 3.5e38, "a number that fp32 can hold")
+_LOSSES = list_of(_LOSS, "a list of numbers")
+_SCALE = (
+    lambda pair: _LOSSES[0](pair) and len(pair) == 2 and pair[0] > 0 and 0 <= pair[1] < 2000,
+    "a loss scale and the steps since it changed",
+)
 _REQUIRED = dict.fromkeys(("step", "samples", "tokens"), COUNT)
 _RULES = {
     "train_seconds": NUMBER,
     **dict.fromkeys(("val_loss", "best_val_loss"), or_null(_LOSS)),
     "best_step": or_null(COUNT),
     "non_finite_in_a_row": COUNT,
-    "recent_losses": list_of(_LOSS, "a list of numbers"),
+    "recent_losses": _LOSSES,
     **dict.fromkeys(("skipped", "history"), _OBJECTS),
     **dict.fromkeys(("unverified", "due"), list_of(STRING, "a list of text")),
+    "loss_scale": or_null(_SCALE),
 }
 WINDOW = 128  # losses that a new one is compared with, as in OLMo, levanter and llm.c
 

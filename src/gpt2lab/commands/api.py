@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.schema import ModelConfig, RecipeName
+from gpt2lab.config.schema import Dtype, ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_types
 from gpt2lab.config.settings_file import make_request, read_file, read_values
 from gpt2lab.errors import ConfigError
@@ -104,7 +104,7 @@ def load(
     *,
     checkpoint_dir: str | Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    dtype: Literal["auto", "fp32", "bf16"] = "fp32",
+    dtype: Dtype = "fp32",
 ) -> LanguageModel:
     """Load a run (its newest valid checkpoint), a checkpoint's or Hugging Face folder, or `hf:NAME` from the Hub.
 

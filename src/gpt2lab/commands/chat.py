@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.flags import TARGET, argument, option
+from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
@@ -34,7 +35,7 @@ class Talk:
         SamplingParams(max_new_tokens=200, temperature=0.7), "how an answer is drawn"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
+    dtype: Dtype = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 

@@ -179,7 +179,7 @@ def _about_gpus(gpus: tuple[GpuState, ...]) -> str:
         return f"no GPU: {why}; training would use the processor"
     header = ["GPU", "name", "capability", "bf16", "free GiB", "of", "busy", "clock"]
     lines = [fmt.table([*header, "peak TFLOP/s"], [_cells(gpu) for gpu in gpus])]
-    lines.append("peak = dense bf16 of hardware.json, used for MFU")
+    lines.append("peak = dense bf16, else fp16, of hardware.json, used for MFU")
     for gpu in gpus:
         if gpu.throttle not in _NOT_THROTTLED:
             why = f"event reasons {gpu.throttle} (nvidia-smi -q -d PERFORMANCE)"

@@ -33,7 +33,7 @@ class ReplayRun:
     without_sample: tuple[int, ...] = option((), "leave these samples out of the loss")
     without_document: tuple[int, ...] = option((), "leave these documents out of the loss")
     max_lr: float | None = option(None, "replay with this peak learning rate")
-    dtype: Literal["fp32", "bf16"] | None = option(None, "replay in this precision")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "replay in this precision")
     layers: bool = option(False, "show the gradient norm of each layer")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")

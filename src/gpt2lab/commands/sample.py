@@ -14,6 +14,7 @@ from typing import Any, Literal
 from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
+from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling, complete_file
 from gpt2lab.runs.console import doing, say
@@ -34,7 +35,7 @@ class Sample:
     num_samples: int = option(1, "texts for each prompt", least=1)
     style: SamplingParams = option(SamplingParams(), "how a text is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
+    dtype: Dtype = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load
 from gpt2lab.config.flags import TARGET, argument, option
+from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import doing
@@ -37,7 +38,7 @@ class Serve:
         64, "requests that may wait for their turn; more are rejected", least=0
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
+    dtype: Dtype = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 

@@ -42,9 +42,10 @@ def check_fsdp_param_dtype(system: SystemConfig) -> None:
 
     Raises: ConfigError.
     """
-    if system.fsdp_param_dtype == "bf16" and system.parallel == "fsdp" and system.dtype == "fp32":
+    is_bf16 = system.fsdp_param_dtype == "bf16" and system.parallel == "fsdp"
+    if is_bf16 and system.dtype in ("fp32", "fp16"):
         raise ConfigError(
-            "fsdp_param_dtype bf16 would round weights of a run that computes in fp32; "
+            f"fsdp_param_dtype bf16 would round weights of a run that computes in {system.dtype}; "
             "use --dtype bf16, or --fsdp_param_dtype fp32"
         )
 

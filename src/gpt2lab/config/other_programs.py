@@ -19,7 +19,7 @@ _ACCUMULATION = (
 _RATE = "--max_lr"
 _FOLDER = "--checkpoint_dir and --run_name"
 _CONSTANT = "--lr_schedule, with --min_lr equal to --max_lr for a constant rate"
-_PRECISION = "--dtype bf16 or fp32"
+_PRECISION = "--dtype bf16, fp16 or fp32"
 _WANDB = "--track wandb"
 _TRACKERS = "--use_tensorboard, --track wandb,trackio,mlflow"
 _CARDS = "--gpus N"
@@ -122,10 +122,7 @@ _TRUE_FALSE = {"true": "on", "false": "off"}
 _PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("float32", "32-true", "32"), "fp32"),
-    **dict.fromkeys(
-        ("fp16", "float16", "16-mixed", "16-true"),
-        "bf16 or fp32 (fp16 needs loss scaling, whose state would make a resumed run differ)",
-    ),
+    **dict.fromkeys(("float16", "16-mixed", "16-true"), "fp16"),
 }
 # Of flags that are ours: their values elsewhere.
 VALUES = {

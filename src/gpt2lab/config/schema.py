@@ -28,6 +28,8 @@ ModelName = Literal[
 ]
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+ResidualDtype = Literal["auto", "fp32", "bf16"]
 ActivationCheckpointing = Literal["none", "block", "selective"]
 Optimizer = Literal["adamw", "muon", "normuon"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
@@ -375,11 +377,12 @@ class SystemConfig:
     """Hardware, parallelism, and hang and drift detection."""
 
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = guarded(
+    dtype: Dtype = guarded(
         "auto",
-        "precision of matrix products, weights stay fp32; auto = bf16 where the hardware has it, else fp32",
+        "precision of matrix products, weights stay fp32; auto = bf16 where the hardware has it, "
+        "fp16 on older GPUs with tensor cores, else fp32",
     )
-    residual_dtype: Literal["auto", "fp32", "bf16"] = guarded(
+    residual_dtype: ResidualDtype = guarded(
         "auto",
         "precision of the residual stream where dtype is bf16; auto = bf16 on CUDA, fp32 on CPUs",
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt2lab.distributed.sharding import Bucket, clip_rows, divide, is_sharded, rows_of
+from gpt2lab.distributed.sharding import Bucket, divide, rows_of
 from gpt2lab.model.gpt import GPT
 
 if TYPE_CHECKING:
@@ -71,12 +71,6 @@ def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:
     sharded = cast("FSDPModule", model)
     sharded.set_reshard_after_backward(not after_backward, recurse=False)
     sharded.set_requires_gradient_sync(not after_backward, recurse=False)
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients to at most `max_norm`; return their L2 norm before, (), over the rows of all ranks."""
-    rows = [p.grad.to_local() for p in model.parameters() if is_sharded(p.grad)]
-    return clip_rows(rows, max_norm)
 
 
 def skeleton(model: GPT) -> GPT:

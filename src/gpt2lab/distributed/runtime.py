@@ -17,19 +17,18 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from gpt2lab.config.schema import SystemConfig
+from gpt2lab.config.schema import Dtype, ResidualDtype, SystemConfig
 from gpt2lab.distributed.processor import has_bf16, unseen_gpus
 from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
 
 T = TypeVar("T")
-Dtype = Literal["auto", "fp32", "bf16"]
 
 
 class Runtime:
@@ -214,37 +213,37 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
         return None, known
 
 
-def native_bf16(device: torch.device) -> bool:
-    """Tell whether bf16 matmuls run in hardware: CUDA from sm80; a CPU with the instructions."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return has_bf16()
+def fastest_dtype(device: torch.device) -> Dtype:
+    """Return what matmuls run in at their fastest: bf16 from sm80 or on a CPU with it, fp16 from sm70, else fp32."""
+    if device.type != "cuda":
+        return "bf16" if has_bf16() else "fp32"
+    capability = torch.cuda.get_device_capability(device)
+    return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
 
 
 def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
-    """Turn `auto` into bf16 or fp32.
+    """Turn `auto` into the fastest dtype.
 
     Raises: ConfigError if bf16 was asked for where it would only be emulated.
     """
-    if wanted == "fp32":
-        return "fp32"
-    if native_bf16(device):
-        return "bf16"
-    if wanted == "bf16":
+    fastest = fastest_dtype(device)
+    if wanted == "bf16" and fastest != "bf16":
         raise ConfigError(
-            f"dtype bf16: this {device.type} has no native bf16; use --dtype fp32"
+            f"dtype bf16: this {device.type} has no native bf16; use --dtype {fastest}"
             f" (for a run begun in bf16 also --allow_change dtype)"
         )
-    return "fp32"
+    return fastest if wanted == "auto" else wanted
 
 
-def resolve_residual_dtype(wanted: Dtype, dtype: Dtype, device: torch.device) -> Dtype:
+def resolve_residual_dtype(
+    wanted: ResidualDtype, dtype: Dtype, device: torch.device
+) -> ResidualDtype:
     """Turn `auto` into bf16 on a GPU that computes in bf16, else into fp32.
 
     Raises: ConfigError if bf16 was asked for beside products in fp32.
     """
     if wanted == "bf16" and dtype != "bf16":
-        raise ConfigError("residual_dtype bf16 needs --dtype bf16; this run computes in fp32")
+        raise ConfigError(f"residual_dtype bf16 needs --dtype bf16; this run computes in {dtype}")
     if wanted == "auto":
         return "bf16" if dtype == "bf16" and device.type == "cuda" else "fp32"
     return wanted

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon, orthogonalize
-from gpt2lab.optim.optimizers import scale_gradients, sum_of_squares
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -87,15 +86,6 @@ def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return tensor
     rows = local_rows(tensor, target.device_mesh).clone()
     return from_local_rows(rows, target.device_mesh, tensor).to(target.to_local().device)
-
-
-def clip_rows(rows: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale this rank's rows of the gradients to a global L2 norm of at most `max_norm`; return the norm before, ()."""
-    squares = sum_of_squares(rows)
-    dist.all_reduce(squares)  # offloaded gradients reduce by gloo: the group has both backends
-    norm = squares.sqrt()
-    scale_gradients(rows, norm, max_norm)
-    return norm.float()
 
 
 def divide(pairs: Pairs) -> list[Pairs]:

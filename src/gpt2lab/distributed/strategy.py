@@ -22,9 +22,9 @@ from gpt2lab.config.schema import ActivationCheckpointing, SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.compilation import compile_step
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.sharding import sharded
+from gpt2lab.distributed.sharding import is_sharded, local_rows, rows_of, sharded
 from gpt2lab.model.gpt import GPT
-from gpt2lab.optim.optimizers import clip_grad_norm
+from gpt2lab.optim.optimizers import LossScale, sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class Strategy:
         self._by_region = self._parallel == "fsdp"  # of any model; `prepare` knows the model
         # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
+        self.loss_scale = LossScale(self.device) if system.dtype == "fp16" else None
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -224,12 +225,22 @@ class Strategy:
         return filled
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""
-        if self._parallel == "fsdp":
-            return fsdp.clip_grad_norm(model, max_norm)
+        """Undo fp16's loss scale, clip the global gradient to `max_norm`, return its L2 norm before, () float32.
+
+        It is multiplied by max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+        """
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [rows_of(g) if is_sharded(g) else g for g in gradients]
         if self._scatters:
-            return zero1.clip_grad_norm(model, max_norm, self._mesh)
-        return clip_grad_norm(model, max_norm)
+            gradients = [local_rows(g, self._mesh) for g in gradients]
+        if self.loss_scale is not None:  # a power of 2: it rounds nothing
+            torch._foreach_div_(gradients, self.loss_scale.scale.to(gradients[0].device))
+        squares = sum_of_squares(gradients)
+        if self._parallel == "fsdp" or self._scatters:
+            dist.all_reduce(squares)  # of offloaded rows by gloo: the group has both backends
+        norm = squares.sqrt()
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0).float())
+        return norm.float()
 
     def warm_up_reducer(self, model: nn.Module, *, batch_size: int, context_length: int) -> None:
         """Run two backward passes and discard their gradients, so that the first step sums like all others.
@@ -281,14 +292,15 @@ class Strategy:
 
     def send_to_host(self, *values: torch.Tensor) -> Numbers:
         """Begin to copy numbers, each (), to the host."""
-        on_host = [value.to("cpu", non_blocking=True) for value in values]  # from a GPU: pinned
+        # From a GPU: pinned. On a CPU copies too: the loss scale changes in place.
+        on_host = [value.to("cpu", non_blocking=True, copy=True) for value in values]
         return Numbers(on_host, self.mark())
 
     def autocast(self) -> torch.autocast:
         """Run matrix products in the run's dtype; weights and sums stay fp32."""
-        return torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self._system.dtype == "bf16"
-        )
+        dtype = torch.float16 if self._system.dtype == "fp16" else torch.bfloat16
+        enabled = self._system.dtype in ("bf16", "fp16")
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
 
     def sum_losses(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum of all ranks' micro-batch losses, () nats."""

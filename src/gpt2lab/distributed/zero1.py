@@ -26,7 +26,6 @@ from gpt2lab.distributed.sharding import (
     Bucket,
     Pairs,
     ShardedMuon,
-    clip_rows,
     divide,
     from_local_rows,
     local_rows,
@@ -175,10 +174,3 @@ def _reduce_scatter(mesh: DeviceMesh, bucket: Any) -> Future[torch.Tensor]:
     done: Future[torch.Tensor] = Future()
     done.set_result(put_back(rows))
     return done
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
-    """Scale the reduce-scattered gradients to at most `max_norm`; return their L2 norm before, ()."""
-    return clip_rows(
-        [local_rows(p.grad, mesh) for p in model.parameters() if p.grad is not None], max_norm
-    )

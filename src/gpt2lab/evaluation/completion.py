@@ -13,7 +13,7 @@ from typing import Literal
 
 from gpt2lab import fmt
 from gpt2lab.config.flags import check_least, option
-from gpt2lab.config.schema import SystemConfig
+from gpt2lab.config.schema import Dtype, SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.evaluation.request import require_gpu
 from gpt2lab.files import staged_file
@@ -66,7 +66,7 @@ class Completer:
         *,
         checkpoint_dir: Path,
         device: Literal["auto", "cpu", "cuda"],
-        dtype: Literal["auto", "fp32", "bf16"],
+        dtype: Dtype,
         style: SamplingParams,
     ) -> None:
         """Load the model that `name` means.

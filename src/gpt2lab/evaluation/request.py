@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab.config.flags import TARGET, argument, option
-from gpt2lab.config.schema import Config, HellaSwagMetrics, SystemConfig
+from gpt2lab.config.schema import Config, Dtype, HellaSwagMetrics, SystemConfig
 from gpt2lab.errors import ConfigError, NonFiniteError
 from gpt2lab.runs.console import doing
 
@@ -53,7 +53,7 @@ class EvaluationRequest:
         8, "validation windows per forward pass; only rounding depends on it", least=1
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Literal["auto", "fp32", "bf16"] = option(
+    dtype: Dtype = option(
         "auto", "matmul precision; auto = what the run trained in, else as in training"
     )
     keep_token_losses: bool = option(
@@ -70,7 +70,7 @@ class Subject:
     target: Target
     settings: Config  # of their run; the defaults where there is none
     model: GPT
-    dtype: Literal["auto", "fp32", "bf16"]
+    dtype: Dtype
     strategy: Strategy
     runtime: Runtime
 
@@ -92,7 +92,7 @@ def load_subject(
 
     Raises: CheckpointError, ConfigError.
     """
-    from gpt2lab.distributed.runtime import native_bf16, resolve_dtype
+    from gpt2lab.distributed.runtime import fastest_dtype, resolve_dtype
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.runs.weights import load_weights
 
@@ -100,7 +100,8 @@ def load_subject(
     dtype = request.dtype
     if dtype == "auto":
         dtype = settings.system.dtype
-        if dtype == "bf16" and not native_bf16(runtime.device):
+        fastest = fastest_dtype(runtime.device)
+        if fastest == "fp32" or (dtype, fastest) == ("bf16", "fp16"):
             dtype = "fp32"
     system = SystemConfig(device=request.device, dtype=resolve_dtype(dtype, runtime.device))
     model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
 from gpt2lab import paths
-from gpt2lab.config.schema import SystemConfig
+from gpt2lab.config.schema import Dtype, SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
@@ -97,7 +97,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> GPT2LabLM:
-        """Open the model that `--model_args path=RUN` names; also dtype=fp32|bf16, checkpoint_dir=DIR.
+        """Open the model that `--model_args path=RUN` names; also dtype=fp32|bf16|fp16, checkpoint_dir=DIR.
 
         Batches are cut by tokens, so --batch_size has no effect.
 
@@ -106,10 +106,10 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         given = dict(arg_dict)
         name = given.pop("path", None)
         dtype, folder = given.pop("dtype", "auto"), given.pop("checkpoint_dir", None)
-        if name is None or given or dtype not in ("auto", "fp32", "bf16"):
+        if name is None or given or dtype not in get_args(Dtype):
             wrong = ", ".join(f"{key}={value}" for key, value in arg_dict.items()) or "nothing"
             raise ConfigError(
-                f"--model_args {wrong}: gpt2lab takes path=RUN[,dtype=fp32|bf16][,checkpoint_dir=DIR]"
+                f"--model_args {wrong}: gpt2lab takes path=RUN[,dtype=fp32|bf16|fp16][,checkpoint_dir=DIR]"
             )
         # lm-eval's default is cuda:0, also without a GPU; torchrun's rank decides which GPU is used.
         device = str((additional_config or {}).get("device") or "auto").partition(":")[0]

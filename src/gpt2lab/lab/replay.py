@@ -287,7 +287,7 @@ class Replay:
         values = dict(change.settings)
         if dtype := values.get("dtype"):
             values["dtype"] = resolve_dtype(dtype, self.components.runtime.device)
-            if dtype == "fp32":
+            if dtype != "bf16":
                 values["residual_dtype"] = "fp32"
         config = follow_peak(override(self.start.config, values), self.start.chosen)
         if problems := find_problems(config):
@@ -404,6 +404,8 @@ class Replay:
 
         `look` is called when the gradients are complete, before clipping.
         """
+        if (loss_scale := self.components.strategy.loss_scale) is not None:
+            loss_scale.restore(self.state.loss_scale)
         stats = train_step(
             self.components.trained,
             self.components.optimizers,

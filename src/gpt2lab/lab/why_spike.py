@@ -64,6 +64,8 @@ def contributions(replay: Replay) -> list[Contribution]:
     _, norm = replay.measure(batch, look=keep)
     seed = fold_seed(replay.start.config.data.seed, replay.state.step + 1)
     compiled = replay.start.config.system.compile == "on"
+    of_fp16 = components.strategy.loss_scale
+    scale = 1.0 if of_fp16 is None else of_fp16.scale.item()
     found: list[Contribution] = []
     for micro in counted(batch.micro_batches, "micro-batches"):
         for row in range(len(micro.tokens)):
@@ -75,12 +77,14 @@ def contributions(replay: Replay) -> list[Contribution]:
             )
             with eager, components.strategy.autocast():
                 loss = components.trained.forward(micro.tokens[one], micro.targets[one])
-            (loss / batch.num_targets).backward()
+            (loss / batch.num_targets * scale).backward()
             pairs = [
                 (p.grad, g) for p, g in zip(parameters, full, strict=True) if p.grad is not None
             ]
-            dot = sum(float((part.double() * whole.double()).sum()) for part, whole in pairs)
-            own = math.sqrt(float(sum_of_squares([part for part, _ in pairs])))
+            dot = (
+                sum(float((part.double() * whole.double()).sum()) for part, whole in pairs) / scale
+            )
+            own = math.sqrt(float(sum_of_squares([part for part, _ in pairs]))) / scale
             components.model.zero_grad()
             targets = int((micro.targets[one] >= 0).sum())
             found.append(

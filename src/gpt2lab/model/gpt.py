@@ -271,7 +271,8 @@ class GPT(nn.Module):
             x = self.ln_e(x)
         rounds = self.residual_dtype == "bf16" or (self.residual_dtype == "auto" and x.is_cuda)
         if rounds and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # norms still compute in fp32
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x if dtype is torch.float16 else x.to(dtype)  # norms still compute in fp32
         return F.dropout(x, self.config.dropout, self.training), rotation
 
     def stream(

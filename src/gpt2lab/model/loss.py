@@ -113,11 +113,14 @@ class GradientInForward(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         """Return the gradients of hidden and, unless they are frozen, weight and bias."""
         hidden, weight, slope, of_bias = ctx.saved_tensors
-        of_hidden = (slope @ weight.to(slope.dtype)).to(ctx.dtype) * factor
+        of_bias = None if of_bias is None else of_bias * factor
+        after: Tensor | float = factor
+        if slope.dtype == torch.float16:  # whose range needs the loss scale before the sums
+            slope, after = slope * factor, 1.0
+        of_hidden = (slope @ weight.to(slope.dtype)).to(ctx.dtype) * after
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = (slope.t() @ hidden).to(weight.dtype) * factor
-        of_bias = None if of_bias is None else of_bias * factor
+            of_weight = (slope.t() @ hidden).to(weight.dtype) * after
         return of_hidden, of_weight, None, None, of_bias, None
 
 

@@ -127,14 +127,26 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([n.flatten() for n in norms]).double().square().sum()
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradient to at most `max_norm`, and return its L2 norm before, () float32."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = sum_of_squares(gradients).sqrt()
-    scale_gradients(gradients, norm, max_norm)
-    return norm.float()
+class LossScale:
+    """What an fp16 run multiplies its loss by, so that fp16 does not round small gradients to 0.
 
+    The rule and the numbers are torch.amp.GradScaler's, which looks for infinities in the gradients that a rank holds;
+    here the norm tells of them, which all ranks share. The device holds the scale: nothing waits.
+    Source: Micikevicius et al. 2018, arXiv:1710.03740.
+    """
 
-def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Multiply by max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
-    torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (norm + 1e-6), max=1.0).float())
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restore(None)
+
+    def restore(self, state: tuple[float, ...] | None) -> None:
+        """Continue with the scale and the steps since it changed that `update` returned; None: as a run begins."""
+        scale, steps = state or (2.0**16, 0)
+        self.scale = torch.full((), scale, device=self._device)
+        self._steps = torch.full((), int(steps), dtype=torch.int32, device=self._device)
+
+    def update(self, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Halve the scale if the gradient's norm, (), is not finite; double it after 2,000 steps that were."""
+        overflow = 1.0 - torch.isfinite(norm).to(self.scale)
+        torch._amp_update_scale_(self.scale, self._steps, overflow, 2.0, 0.5, 2000)
+        return self.scale, self._steps

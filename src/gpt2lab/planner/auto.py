@@ -7,6 +7,7 @@ only decides how its cards divide a step: tokens per step, and so the loss curve
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -82,7 +83,7 @@ class TrainingPlanner:
                 config,
                 plan,
                 train_tokens=train_tokens,
-                dtype="fp32" if config.system.dtype == "fp32" else "bf16",
+                dtype="bf16" if config.system.dtype == "auto" else config.system.dtype,
                 compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
             )
             chosen |= preset_settings(self._preset, job, typed=request.chosen)
@@ -105,7 +106,7 @@ class TrainingPlanner:
         return chosen
 
     def peak_flops(self, device_name: str) -> float | None:
-        """Return a GPU's dense bf16 peak in FLOP/s, None where it is not known."""
+        """Return a GPU's dense bf16 or fp16 peak in FLOP/s, None where it is not known."""
         return hardware.peak_flops(device_name)
 
 
@@ -172,7 +173,7 @@ def job_on(detected: DetectedHardware, config: Config, plan: Plan, train_tokens:
         config,
         plan,
         train_tokens=train_tokens,
-        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and detected.native_bf16) else "fp32",
+        dtype=detected.auto_dtype if dtype == "auto" else dtype,
         compiled=compiles(config.system, on_gpu=not detected.is_cpu, max_steps=plan.max_steps),
     )
 
@@ -271,6 +272,8 @@ def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str,
         raise ConfigError(f"--preset {name}: give auto, or a number and a card, such as 8xh100")
     known = hardware.load()
     gpu = known.gpu(card)
+    if job.config.system.dtype == "auto":
+        job = dataclasses.replace(job, dtype=gpu.dtype)
     if job.world_size != int(count):
         raise ConfigError(
             f"--preset {name} is for world size {count}, one rank per GPU, and this start has {job.world_size}: use "

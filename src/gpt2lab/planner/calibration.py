@@ -225,7 +225,7 @@ def this_machine(
     if on_cpu:
         cores, bf16 = (
             min(used or 1, processor.cores()),
-            job.dtype == "bf16" and detected.native_bf16,
+            job.dtype == "bf16" and detected.auto_dtype == "bf16",
         )
         speed = cores * machine.core_flops()
         note = (

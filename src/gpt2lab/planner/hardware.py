@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,9 +33,10 @@ _OTHER_CHIPS = {"mig", "laptop", "ti", "super", "d", "max", "mobile"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. Rates are dense bf16; None = no number with a source."""
+    """One card. Rates are dense, of `dtype`; None = no number with a source."""
 
     name: str
+    dtype: Literal["bf16", "fp16"]  # what its tensor cores multiply
     peak_flops: float | None  # FLOP/s of the data sheet, no sparsity
     matmul_flops: float | None  # FLOP/s of the best matmul that somebody measured
     memory_bytes: float | None  # what a rank can use
@@ -173,7 +174,7 @@ def load(user: Path | None = None) -> Hardware:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s, or None where it is not known: its MFU is then n/a."""
+    """Return the dense peak of bf16, else of fp16, in FLOP/s, or None where it is not known: its MFU is then n/a."""
     gpu = load().recognise(device_name)
     return gpu.peak_flops if gpu else None
 
@@ -201,7 +202,8 @@ def _parse(document: dict[str, Any]) -> Hardware:
         price = entry.get("usd_per_hour")
         gpus[name] = Gpu(
             name=name,
-            peak_flops=number(entry, "bf16_tflops", 1e12),
+            dtype="fp16" if "fp16_tflops" in entry else "bf16",
+            peak_flops=number(entry, "bf16_tflops", 1e12) or number(entry, "fp16_tflops", 1e12),
             matmul_flops=number(entry, "matmul_tflops", 1e12),
             memory_bytes=number(entry, "memory_gib", 2**30),
             bandwidth=number(entry, "bandwidth_gbs", 1e9),

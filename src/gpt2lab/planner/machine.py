@@ -12,6 +12,7 @@ from gpt2lab.distributed import processor
 from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.hardware import Gpu, Hardware, Link
+from gpt2lab.planner.memory import Dtype
 from gpt2lab.planner.timing import Rates, roofline
 
 BUSY = 0.10  # share of the machine used by other programs from which a measurement is unreliable
@@ -74,12 +75,12 @@ class DetectedHardware:
         return available / ranks if available else None
 
     @property
-    def native_bf16(self) -> bool:
-        """Tell whether bf16 runs in hardware here."""
+    def auto_dtype(self) -> Dtype:
+        """What `--dtype auto` takes here, as distributed.runtime decides."""
         if self.is_cpu:
-            return processor.has_bf16()
-        capability = self.gpus[0].capability
-        return capability is None or float(capability) >= 8.0
+            return "bf16" if processor.has_bf16() else "fp32"
+        capability = float(self.gpus[0].capability or 8.0)
+        return "bf16" if capability >= 8.0 else "fp16" if capability >= 7.0 else "fp32"
 
 
 _PROC_STAT = Path("/proc/stat")

@@ -24,7 +24,7 @@ from gpt2lab.model.counts import (
     count_rows,
 )
 
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
 
@@ -112,7 +112,7 @@ class StepMemory:
         """
         model, system, tuning = config.model, config.system, config.tuning
         self.L, self.N, self.world_size = model.n_layer, count_parameters(model), world_size
-        self.bf16, self.fused_head = dtype == "bf16", fused_head
+        self.bf16, self.fused_head = dtype != "fp32", fused_head  # fp16 is as wide
         self.recomputes = system.activation_checkpointing != "none"
         parallel = system.parallel if world_size > 1 else "ddp"
         adapters = count_adapters(model, tuning) if tuning.lora_r else 0

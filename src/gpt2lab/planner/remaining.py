@@ -187,7 +187,7 @@ def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:
     """Return what a rank of the run's last start needs; None where that is not known, as of offloaded weights."""
     environment = (read_json(run_dir / "run.json") or {}).get("environment") or {}
     shared, dtype = ranks_and_micro_batch(environment), environment.get("dtype")
-    if config.system.fsdp_offload or shared is None or dtype not in ("fp32", "bf16"):
+    if config.system.fsdp_offload or shared is None or dtype not in ("fp32", "bf16", "fp16"):
         return None
     world_size, size = shared
     need = Job(config, 0, world_size, dtype, compiled=False).memory(micro_batch=size)

@@ -83,10 +83,10 @@ def describe_estimate(
 
 def _speed(estimate: Estimate) -> list[str]:
     rate, step, job = estimate.throughput, estimate.step, estimate.job
-    peak = estimate.machine.gpu.peak_flops if estimate.machine.gpu else None
-    mfu = ""
-    if estimate.mfu is not None and peak is not None:
-        mfu = f"MFU {estimate.mfu:.0%} of {peak / 1e12:,.0f} TFLOP/s dense bf16 (6 N + 12 L C T)"
+    gpu, mfu = estimate.machine.gpu, ""
+    if estimate.mfu is not None and gpu is not None and gpu.peak_flops is not None:
+        peak = f"{gpu.peak_flops / 1e12:,.0f} TFLOP/s dense {gpu.dtype}"
+        mfu = f"MFU {estimate.mfu:.0%} of {peak} (6 N + 12 L C T)"
     cut = (
         f"micro-batch {job.micro_batch} x accumulation {job.accumulation} x world {job.world_size}"
     )

@@ -30,7 +30,6 @@ from gpt2lab.planner.hardware import Hardware, find_profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named
-from gpt2lab.planner.memory import Dtype
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
 MOST_TOKENS = 10**17
@@ -310,9 +309,10 @@ class Predictor:
             )
         config, steps, unique, dataset = self._length_of(config, order)
         config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
-        native_bf16 = self.gpu is not None or self.detected.native_bf16
-        bf16 = request.dtype == "bf16" or (request.dtype == "auto" and native_bf16)
-        dtype: Dtype = "bf16" if bf16 else "fp32"
+        auto_dtype = self.gpu.dtype if self.gpu else self.detected.auto_dtype
+        dtype = auto_dtype if request.dtype == "auto" else request.dtype
+        if dtype == "bf16" and auto_dtype == "fp16":
+            raise ConfigError("dtype bf16: this card has no native bf16; use --dtype fp16 or auto")
         check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
         return Job(
             config,

@@ -105,7 +105,9 @@ def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
     matmul = gpu.sustained_flops(k["matmul_fraction_unmeasured"])
     if gpu.peak_flops is None or matmul is None or gpu.bandwidth is None:
         why = f" ({gpu.note})" if gpu.note else ""
-        raise ConfigError(f"gpu {gpu.name}: no bf16 rate with a source{why}; --measure it there")
+        raise ConfigError(
+            f"gpu {gpu.name}: no rate of bf16 or fp16 with a source{why}; --measure it there"
+        )
     per_flop = 1 / (k["matmul_efficiency"] * matmul)
     per_byte = 1 / (k["bandwidth_efficiency"] * gpu.bandwidth)
     # Without the compiler each operation between matrix products reads and writes memory.

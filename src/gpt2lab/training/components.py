@@ -51,4 +51,4 @@ class Session:
     heartbeat: Heartbeat
     clock: RunClock
     on_gradients_ready: Callable[[int], None]  # before each update, by extensions
-    peak_flops: float | None  # dense bf16, of all ranks together; None: MFU is n/a
+    peak_flops: float | None  # dense bf16 or fp16, of all ranks together; None: MFU is n/a

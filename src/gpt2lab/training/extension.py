@@ -147,4 +147,4 @@ class Planner(Protocol):
         """
 
     def peak_flops(self, device_name: str) -> float | None:
-        """Return a GPU's dense bf16 peak in FLOP/s, None where it is not known: MFU is n/a then."""
+        """Return a GPU's dense bf16 or fp16 peak in FLOP/s, None where it is not known: MFU is n/a then."""

@@ -18,7 +18,7 @@ from torch import nn
 from gpt2lab import WAITING, is_crowded
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.checkpoint.store import OVERFLOW, TrainState
 from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
@@ -96,6 +96,9 @@ def report_health(
     if spiked:
         done = "its update was made" if stats.updated else "its update was skipped"
         logger.warn(f"step {step}: loss {stats.loss:.4f} is a spike ({samples}); {done}", step)
+    elif not stats.updated and state.loss_scale and state.skipped[-1]["reason"] == OVERFLOW:
+        now = f"the update was skipped, the loss scale is now {state.loss_scale[0]:g}"
+        logger.say(f"step {step}: the gradient exceeds fp16's range; {now}")
     elif not stats.updated:
         count = state.non_finite_in_a_row
         logger.warn(

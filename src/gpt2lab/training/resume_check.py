@@ -183,7 +183,7 @@ def _compare_batches(
 
 
 def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any]]) -> float | None:
-    """Compare the schedule's rate of the last step with the one it was trained with."""
+    """Compare the schedule's rate of the last step, and fp16's loss scale after it, with those logged."""
     event = logged.get(state.step)
     if event is None or event.get("lr") is None or _guarded_changes(start):
         return None
@@ -192,6 +192,11 @@ def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any
         raise CheckpointError(
             f"the learning rate of step {state.step} would be {lr!r}, it was trained with {event['lr']!r}: "
             f"metrics.jsonl or config is of another run, or of another version of the schedule"
+        )
+    saved, scale = state.loss_scale and state.loss_scale[0], event.get("loss_scale")
+    if saved != scale:
+        raise CheckpointError(
+            f"the loss scale after step {state.step} is {saved}, logged {scale}: metrics.jsonl is of another run"
         )
     return lr
 

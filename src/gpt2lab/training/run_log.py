@@ -75,6 +75,7 @@ class StepLog:
             batch_hash=batch.hash,
             updated=stats.updated,
             cpu_seconds=cpu_seconds,
+            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale[0]}),
             **({} if self._muon_scale is None else {"muon_lr": lr * self._muon_scale}),
             **self._epochs_by_source(batch),
             **self._clock.fields(left),

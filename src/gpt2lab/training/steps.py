@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.store import NOT_FINITE, TrainState
+from gpt2lab.checkpoint.store import NOT_FINITE, OVERFLOW, TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
@@ -185,6 +185,9 @@ def launch_step(
     """
     start = components.start
     optim, seed = start.config.optim, start.config.data.seed
+    loss_scale = components.strategy.loss_scale
+    if loss_scale is not None and number == state.step + 1:  # else the device knows a newer one
+        loss_scale.restore(state.loss_scale)
     lr = lr_at(number, optim, max_steps=start.plan.max_steps)
 
     def accept(loss: float, norm: float) -> bool:
@@ -214,5 +217,6 @@ def state_after(
         tokens=start.plan.batch.tokens,
         seconds=seconds,
         loss=stats.loss,
-        skip_reason=None if stats.updated else reason,
+        skip_reason=None if stats.updated else OVERFLOW if stats.overflowed else reason,
+        loss_scale=stats.loss_scale,
     )

@@ -20,7 +20,9 @@ from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
 class StepStats:
     """The results of one step. A GPU may still be computing it; reading a number waits for that number."""
 
-    numbers: Numbers  # the loss and the gradient norm; they arrive before the update begins
+    numbers: (
+        Numbers  # loss, gradient norm, fp16's `loss_scale`: they arrive before the update begins
+    )
     accepted: bool | None  # None: the device decides
     # Around this rank's own work; in the rest of a step ranks wait for each other.
     work: tuple[DeviceMark, DeviceMark]
@@ -40,6 +42,17 @@ class StepStats:
     def updated(self) -> bool:
         """False: the update was skipped, weights and moments are as before."""
         return is_finite(self.loss, self.grad_norm) if self.accepted is None else self.accepted
+
+    @property
+    def loss_scale(self) -> tuple[float, ...] | None:
+        """Of fp16, after this step: as LossScale restores it."""
+        return tuple(self.numbers.values[2:]) or None
+
+    @property
+    def overflowed(self) -> bool:
+        """Tell whether the loss is finite, its gradient is not, and a loss scale of 1 or more was halved."""
+        is_halved = self.loss_scale is not None and self.loss_scale[0] >= 0.5
+        return is_halved and math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
 
     @property
     def work_seconds(self) -> float:
@@ -78,7 +91,9 @@ def train_step(
     """
     set_learning_rate(optimizers, lr)
     began = ready = strategy.mark()
-    scale = strategy.averaged_over / batch.num_targets
+    scale: float | torch.Tensor = strategy.averaged_over / batch.num_targets
+    if strategy.loss_scale is not None:
+        scale = scale * strategy.loss_scale.scale
     losses = []  # each () nats, summed over (B, T)
 
     for micro in batch.micro_batches:  # this rank's share, in global order
@@ -94,8 +109,9 @@ def train_step(
     max_norm = grad_clip if grad_clip > 0 else math.inf
     norm = strategy.clip_grad_norm(model, max_norm)  # () L2 before clipping
     mean_loss = strategy.sum_losses(losses) / batch.num_targets
-    numbers = strategy.send_to_host(mean_loss, norm)
-    accepted = None if accept is None else accept(*numbers.values)
+    new_scale = () if strategy.loss_scale is None else strategy.loss_scale.update(norm)
+    numbers = strategy.send_to_host(mean_loss, norm, *new_scale)
+    accepted = None if accept is None else accept(*numbers.values[:2])
     before_update()
     try:
         if accepted is None:

@@ -137,7 +137,7 @@ CASES = {
     "two lengths": Case(["--num_epochs=1"]),
     "less than one step": Case(["--max_tokens=127"], flags=ENDLESS),
     "warm-up longer than the run": Case(["--warmup_steps=21"]),
-    "fp16": Case(["--dtype=fp16"]),
+    "float16": Case(["--dtype=float16"]),
     "bf16 without the hardware": Case(["--dtype=bf16"]),
     "no rank": Case(["--gpus=0"]),
     "ranks for a list": Case(["--gpus=2", "--list_checkpoints"]),
@@ -192,7 +192,7 @@ def place(tmp_path, monkeypatch) -> Place:
 
 @pytest.fixture(autouse=True)
 def _no_native_bf16(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(runtime, "native_bf16", lambda device: False)
+    monkeypatch.setattr(runtime, "fastest_dtype", lambda device: "fp32")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():

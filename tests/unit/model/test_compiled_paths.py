@@ -67,7 +67,7 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("is_frozen", "cap"), [(False, 0.0), (True, 0.0), (False, 15.0)])
 def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen, cap):
     """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head.
@@ -91,11 +91,12 @@ def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen, cap):
     def fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return head_cross_entropy_sum(hidden, weight, targets, len(weight), bias, cap)
 
+    exact = dtype == torch.float32
+    torch._dynamo.reset()  # which compiles one function in few ways
     for loss_of in (torch.compile(fused, fullgraph=True), plain):
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16 if exact else dtype, enabled=not exact):
             loss = loss_of(hidden, weight, targets)
         results.append((loss, *torch.autograd.grad(loss / 11, trained)))
-    exact = dtype == torch.float32
     for found, expected in zip(*results, strict=True):
         assert found.dtype == torch.float32
         # bf16: gradients of up to a few units, of products rounded to 8 bits.
@@ -161,7 +162,7 @@ def test_fast_paths_follow_the_plain_fp32_loss(tiny_run, tmp_path):
     token_stream.write_formats(tokens, tmp_path / "data")
     losses = {}
     kinds = {"plain": ["--dtype=fp32", "--compile=off"], "fp32": ["--dtype=fp32", "--compile=on"]}
-    if runtime.native_bf16(torch.device("cpu")):
+    if runtime.fastest_dtype(torch.device("cpu")) == "bf16":
         kinds["default"] = ["--compile=on"]
     shape = ("--n_embd=64", "--context_length=128", "--vocab_size=50304", "--val_tokens=128")
     length = {"mini_batch_size": 4, "total_batch_size": 512, "max_steps": 30, "warmup_steps": 10}

@@ -72,7 +72,7 @@ def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     """Its memory is a part of the card's, and nvidia-smi's rows are cards."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234-5678")
     found = machine.detect_hardware()
-    assert (len(found.gpus), found.is_cpu, found.native_bf16) == (1, False, True)
+    assert (len(found.gpus), found.is_cpu, found.auto_dtype) == (1, False, "bf16")
     assert found.free_memory(1) is None
     doctor.main(["--json"])
     (card,) = json.loads(capsys.readouterr().out)["gpus"]

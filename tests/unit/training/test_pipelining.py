@@ -62,13 +62,13 @@ def on_steps(monkeypatch) -> Callable[[OnStep], None]:
 
 @pytest.fixture
 def spoil(monkeypatch) -> Callable[..., OnStep]:
-    """Return a function that makes what multiplies the loss of some steps by NaN."""
+    """Return a function that makes what multiplies the loss of some steps by `factor`."""
     plain, now = GPT.forward, [1.0]
     monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * now[0])
 
-    def spoil(*steps: int) -> OnStep:
+    def spoil(*steps: int, factor: float = math.nan) -> OnStep:
         def act(number: int) -> None:
-            now[0] = math.nan if number in steps else 1.0
+            now[0] = factor if number in steps else 1.0
 
         return act
 
@@ -123,20 +123,23 @@ def both(tiny_data, tmp_path, monkeypatch) -> Both:
     return Both(tiny_data, tmp_path, monkeypatch)
 
 
-def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil):
+@pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("fp16", 1e30)])
+def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil, dtype, factor):
     """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
 
-    NorMuon trains the blocks' matrices, AdamW the rest.
+    NorMuon trains the blocks' matrices, AdamW the rest. In fp16 each such gradient halves the loss scale.
     """
-    on_steps(spoil(1, 6, 10, 11, 17))
+    on_steps(spoil(1, 6, 10, 11, 17, factor=factor))
     flags = ("--max_steps=26", "--eval_freq=8", "--checkpoint_freq=5", "--epoch_checkpoints=on")
-    flags = (*flags, "--optimizer=normuon")
+    flags = (*flags, "--optimizer=normuon", f"--dtype={dtype}")
     both.train(*flags, "--stop_after_steps=13")
     both.train(*flags, "--resume=latest")
     both.assert_equal()
     pipelined = both.runs[1]
     skipped = [e["step"] for e in pipelined.events("step") if not e["updated"]]
     assert skipped == [1, 6, 10, 11, 17]
+    scale = [2.0**11, 9.0] if dtype == "fp16" else None
+    assert pipelined.saved_state(26)["loss_scale"] == scale
     assert "steps          pipelined" in (pipelined.path / "log.txt").read_text()
 
 
@@ -217,18 +220,23 @@ def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
-def test_two_ranks_decide_alike(both, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "dtype", "factor"),
+    [*((mode, "fp32", "nan") for mode in ("ddp", "zero1", "fsdp")), ("fsdp", "fp16", "1e30")],
+)
+def test_two_ranks_decide_alike(both, parallel, dtype, factor):
     """Also where one of them alone has a gradient that is not finite."""
     for run, pipelined in zip(both.runs, "01", strict=True):
         flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4", "--verbose"]
-        flags += [f"--parallel={parallel}", "--optimizer=normuon"]  # and AdamW of what it leaves
+        flags += [f"--parallel={parallel}", f"--dtype={dtype}"]
+        flags += ["--optimizer=normuon"]  # and AdamW of what it leaves
         done = launch.train_in_forks(
             flags,
             world=2,
             program=launch.WORKERS / "pipelined.py",
             PIPELINED=pipelined,
             BAD_RANK="1",
+            BAD_FACTOR=factor,
         )
         assert done.returncode == 0, done.stderr
         assert ("steps          pipelined" in done.stdout) == (pipelined == "1")

@@ -14,13 +14,13 @@ def in_bf16(tiny_data, tmp_path_factory) -> Run:
     """Return a run whose stream is bf16, with the checkpoints of steps 2 and 4."""
     run = Run(tiny_data, tmp_path_factory.mktemp("residual"), "--eval_freq=2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "native_bf16", lambda device: True)  # emulated where it is not
+        patch.setattr(runtime, "fastest_dtype", lambda device: "bf16")  # emulated where it is not
         run.train("--dtype=bf16", "--residual_dtype=bf16", "--max_steps=4", "--checkpoint_freq=2")
     return run
 
 
 def test_evaluate_repeats_the_numbers_of_a_bf16_stream_on_a_cpu(in_bf16, monkeypatch):
-    monkeypatch.setattr(runtime, "native_bf16", lambda device: True)
+    monkeypatch.setattr(runtime, "fastest_dtype", lambda device: "bf16")
     checkpoint = in_bf16.checkpoints()[2]
     found = evaluated(str(checkpoint.path), in_bf16.path.parent)
     assert found.val_loss == checkpoint.val_loss

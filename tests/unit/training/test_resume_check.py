@@ -79,6 +79,7 @@ def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
         (3, {"batch_hash": "0" * 64}, "step 3 would read another batch"),
         (4, {"batch_hash": "0" * 64}, "step 4 would read another batch"),
         (3, {"lr": 0.5}, "learning rate of step 3"),
+        (3, {"loss_scale": 1.0}, "loss scale after step 3"),
     ],
 )
 def test_a_difference_is_rejected_before_anything_is_written(
