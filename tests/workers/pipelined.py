@@ -1,4 +1,4 @@
-"""Train as src/train.py does, PIPELINED (1) or one by one (0); BAD_FACTOR multiplies BAD_RANK's loss of step 7."""
+"""Train as src/train.py does, steps PIPELINED (1) or one by one (0); BAD_FACTOR multiplies BAD_RANK's step 7 loss."""
 
 import os
 import sys
