@@ -43,7 +43,8 @@ def test_an_unchanged_branch_is_the_run_itself_and_leaves_it_alone(trunk):
     found = branch(trunk, "same", "--branch_from=tiny@8")
     found.train()
     after = trunk.listing()
-    assert {name: after[name] for name in before} == before
+    folder = str(trunk.path)  # has one more file: the record of its branches
+    assert {name: after[name] for name in before} | {folder: before[folder]} == before
     steps, *files = found.bits()
     assert steps == {step: loss for step, loss in trunk.bits()[0].items() if step > 8}
     assert tuple(files) == trunk.bits()[1:]
@@ -115,6 +116,26 @@ def test_lists_and_reports_draw_the_tree(trunk):
         assert "\n".join(lines) in text
 
 
+def test_a_run_lists_its_branches_in_other_folders_while_they_exist(trunk, tmp_path):
+    away = branch(trunk, "away", f"--branch_from={trunk.path}@12", "--cooldown=1")
+    away.path = tmp_path / "away"
+    away.train(f"--checkpoint_dir={tmp_path}")
+    assert any(line.endswith("away @12") for line in lineage(trunk.path.parent))
+    assert lineage(tmp_path) == ["tiny (not here)", "└── away @12"]
+    shutil.rmtree(away.path)
+    assert not any("away" in line for line in lineage(trunk.path.parent))
+    record = trunk.path / "branches.jsonl"
+    kept = record.read_bytes()
+    record.unlink()
+    record.mkdir()
+    away.train(f"--checkpoint_dir={tmp_path}")
+    (warning,) = [event for event in away.events("warning") if "branches.jsonl" in event["message"]]
+    assert "will not list this branch" in warning["message"]
+    record.rmdir()
+    record.write_bytes(b'not json\n{"folder": 3, "step": 1}\n' + kept)
+    assert any(line.endswith("away @12") for line in lineage(trunk.path.parent))
+
+
 def test_a_copy_without_its_trunk_still_says_where_it_began(trunk, tmp_path):
     run = branch(trunk, "alone", "--branch_from=tiny@8", "--cooldown=1")
     run.train()
@@ -133,7 +154,9 @@ def test_a_copy_without_its_trunk_still_says_where_it_began(trunk, tmp_path):
         ("--branch_from=tiny@8", "--max_lr=0.1"),
         ("--branch_from=tiny@8", "--n_layer=3"),
         ("--branch_from=tiny@8", "--cooldown=5", "--max_steps=30"),
+        ("--branch_from=tiny@8", "--cooldown=5", "--wsd_decay=0.5"),
         ("--branch_from=tiny@8", "--cooldown=long"),
+        ("--branch_from=tiny@8", "--cooldown="),
         ("--branch_from=tiny@8", "--cooldown=0"),
         ("--branch_from=tiny@8", "--cooldown=0.1k"),
         ("--branch_from=tiny@20",),

@@ -74,8 +74,10 @@ def _with_cooldown(
     request: RunRequest, saved: Config, cooldown: str, *, step: int, origin: str
 ) -> RunRequest:
     """Return the request whose rate falls from `step` on, over steps, or tokens if the number has a unit."""
-    if both := sorted(request.typed & {*LENGTHS, "wsd_decay"}):
+    if both := sorted(request.typed & set(LENGTHS)):
         raise ConfigError(both_set_length(["--cooldown", f"--{both[0]}"]))
+    if "wsd_decay" in request.typed:
+        raise ConfigError("--cooldown sets --wsd_decay; give one of them")
     schedule, warmup = saved.optim.lr_schedule, saved.optim.warmup_steps or 0
     if schedule != "wsd":
         raise ConfigError(

@@ -20,7 +20,7 @@ from gpt2lab.files import regular, replace_durably, sync_folder, wrong_kind
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
 from gpt2lab.runs.events import METRICS
 
-LOCK, LOG = "run.lock", "log.txt"
+LOCK, LOG, BRANCHES = "run.lock", "log.txt", "branches.jsonl"
 _APPENDED = (LOCK, METRICS, LOG)
 _FOLDERS = [
     "labels",
@@ -141,6 +141,16 @@ class RunFolder:
             replace_durably(self.path / name, content)
         replace_durably(self.path / "config.json", json.dumps(settings, indent=1) + "\n")
         replace_durably(self.path / "run.json", json.dumps(facts, indent=1) + "\n")
+
+    def record_in_trunk(self, branch: Mapping[str, Any]) -> str | None:
+        """Add this run to branches.jsonl of the run that it is a branch of; return a warning if that cannot be."""
+        path = Path(branch["folder"]).with_name(BRANCHES)
+        try:
+            with open(path, "a", opener=regular) as file:
+                file.write(json.dumps({"folder": str(self.path), "step": branch["step"]}) + "\n")
+        except OSError as error:  # it may be another user's
+            return f"{path}: {error.strerror}; that run will not list this branch"
+        return None
 
     def write_status(
         self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None

@@ -3,17 +3,18 @@
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
-from gpt2lab.files import is_count
+from gpt2lab.files import is_count, parse_json, read_regular
 from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
-from gpt2lab.runs.folder import check_entries, holder_of
+from gpt2lab.runs.folder import BRANCHES, check_entries, holder_of
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.target import is_run
 
@@ -104,6 +105,8 @@ def lineage(checkpoint_dir: Path, *, of: str | None = None) -> list[str]:
         branch = (history.read_json(checkpoint_dir / name / "run.json") or {}).get("branch_from")
         if isinstance(branch, dict) and is_count(branch.get("step")):
             origins[name] = str(branch.get("run")), branch["step"]
+        for folder, step in _branches_elsewhere(checkpoint_dir / name):
+            origins[folder] = name, step
 
     def draw(name: str, indent: str) -> Iterator[str]:
         below = sorted((step, run) for run, (of, step) in origins.items() if of == name)
@@ -121,6 +124,18 @@ def lineage(checkpoint_dir: Path, *, of: str | None = None) -> list[str]:
         for name in sorted(roots if root is None else roots & {root})
         for line in (name if name in runs else f"{name} (not here)", *draw(name, ""))
     ]
+
+
+def _branches_elsewhere(run_dir: Path) -> Iterator[tuple[str, int]]:
+    """Yield the branches that a run has in other folders, and their steps; those that were deleted are left out."""
+    with suppress(OSError):
+        for line in read_regular(run_dir / BRANCHES, at_most=1 << 20).splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                found = parse_json(line)
+                folder, step = Path(found["folder"]), found["step"]
+                is_here = folder.resolve().parent == run_dir.resolve().parent
+                if is_count(step) and not is_here and folder.is_dir():
+                    yield paths.display_path(folder), step
 
 
 def describe_mirror(status: dict[str, Any]) -> str | None:

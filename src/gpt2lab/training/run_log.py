@@ -184,6 +184,8 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     # First of all: the log must not leave the newer steps while a start could still continue from them.
     superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
     _describe_start(components, logger)
+    if start.branch and (problem := folder.record_in_trunk(start.branch)):
+        logger.warn(problem, state.step)
     if check is None:
         return
     logger.event("resume", state.step, **asdict(check))
