@@ -22,7 +22,7 @@ MESSAGES = Path(__file__).with_name("golden") / "messages.json"
 TEMPORARY = re.compile(r"/[^\s']*/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+\d")
 # What Python and numpy say in parentheses differs by their version; what we say there does not.
 OF_OTHERS = re.compile(
-    r"(not JSON|not readable as JSON|not a \.npy file|do not restore)"
+    r"(not JSON|not readable as JSON|not a \.npy file|do not restore|invalid choice: '\w+')"
     r" \((?!nested|\S+ is not a finite|numpy's).*?\)(?=;|$| \(and)"
 )
 

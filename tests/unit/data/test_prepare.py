@@ -8,9 +8,10 @@ import hashlib
 import importlib
 import json
 import os
-import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -229,43 +230,31 @@ def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("another source", " (another source)"),
-        ("other text of its name", " (another source)"),
-        ("another request", " (another max_tokens)"),
-        ("another column", " (another source)"),
-        ("foreign shards", ""),
-        ("file", ""),
-    ],
-)
-def test_a_folder_that_holds_something_else_is_rejected_and_kept(tmp_path, change, said):
-    source, out, more = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out", {}
-    if change == "file":
+# What is different -> what a folder is asked for that holds `source` already: another source, and options.
+OTHERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
+    "another source": lambda s: (write_jsonl(s.with_name("second.jsonl"), TEXTS), {}),
+    "other text of its name": lambda s: (write_jsonl(s, ["something else"] * 90), {}),
+    "another request": lambda s: (s, {"max_tokens": 500}),
+    "another column": lambda s: (s, {"text_column": "id"}),
+    "foreign shards": lambda s: (s, {}),
+    "file": lambda s: (s, {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_folder_that_holds_something_else_is_rejected_and_kept(tmp_path, case, wording):
+    source, out = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out"
+    if case == "file":
         out.write_text("mine")
-    elif change == "foreign shards":
+    elif case == "foreign shards":
         write_shards(out, train=(300,), val=(150,))
     else:
         run_prepare(source, out)
-    if change == "another source":
-        source = write_jsonl(tmp_path / "second.jsonl", TEXTS)
-    if change == "other text of its name":
-        write_jsonl(source, ["something else"] * 90)
-    if change == "another column":
-        more = {"text_column": "id"}
-    if change == "another request":
-        more = {"max_tokens": 500}
+    source, more = OTHERS[case](source)
     before = snapshot(tmp_path)
-    with pytest.raises(DataError, match=re.escape(f"out: holds something else already{said};")):
+    with pytest.raises(DataError, check=wording):
         run_prepare(source, out, **more)
     assert snapshot(tmp_path) == before
-
-
-def test_an_empty_folder_may_be_filled(tmp_path):
-    (tmp_path / "out").mkdir()
-    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out")
-    assert_divided(tmp_path / "out", TEXTS)
 
 
 # Line 301 is behind the first batch that is encoded, so shards are being written when it is met.

@@ -18,14 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import corpora
-from corpora import (
-    MANY,
-    assert_divided,
-    ids_of,
-    run_prepare,
-    snapshot,
-    write_jsonl,
-)
+from corpora import MANY, assert_divided, ids_of, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import encode, pipeline, write
 from gpt2lab.data.prepare.assemble import merge
@@ -373,14 +366,8 @@ def test_more_parts_than_groups_are_refused(corpus, tmp_path):
 
 
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        *(("missing", "part 2/3"), ("twice", "part 1/3"), ("whole", "single"), ("other", "part2")),
-        *(("damaged", "part2/.*npy"), ("there", "out")),
-    ],
-)
-def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path, case, says):
+@pytest.mark.parametrize("case", ["missing", "twice", "whole", "other", "damaged", "there"])
+def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path, case, wording):
     parts = parts_of(corpus, tmp_path, 3, shard_tokens=1500)
     given = list(parts)
     if case == "missing":
@@ -398,6 +385,6 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path
     if case == "there":
         (tmp_path / "out").mkdir()
     before = snapshot(tmp_path)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, check=wording):
         merge(tmp_path / "out", given)
     assert snapshot(tmp_path) == before
