@@ -20,9 +20,8 @@ from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
 class StepStats:
     """The results of one step. A GPU may still be computing it; reading a number waits for that number."""
 
-    numbers: (
-        Numbers  # loss, gradient norm, fp16's `loss_scale`: they arrive before the update begins
-    )
+    # Loss, gradient norm and fp16's `loss_scale`; they arrive before the update begins.
+    numbers: Numbers
     accepted: bool | None  # None: the device decides
     # Around this rank's own work; in the rest of a step ranks wait for each other.
     work: tuple[DeviceMark, DeviceMark]
