@@ -48,15 +48,9 @@ PLANTED = {
     ),
 }
 FLAGS = [
-    *(
-        "--model=gpt2-nano",
-        "--max_steps=150",
-        "--compile=off",
-        "--eval_freq=0",
-        "--device=cpu",
-        "--until_decided",
-    ),
-    *("--max_seeds=8", "--checkpoint_freq=0", "--sample_freq=0", "--val_tokens=65536"),
+    *("--model=gpt2-nano", "--context_length=64", "--total_batch_size=1024", "--max_steps=300"),
+    *("--until_decided", "--max_seeds=8", "--device=cpu", "--compile=off", "--val_tokens=32768"),
+    *("--eval_freq=0", "--checkpoint_freq=0", "--sample_freq=0"),
 ]
 
 

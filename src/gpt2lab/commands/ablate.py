@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     if has_code:
         repository, commits = find_commits([one.ref or "HEAD" for one in requests.values()])
         name = "_".join(["code", *(commit[:8] for commit in dict.fromkeys(commits.values()))])
-        out = out or paths.runs_folder(None) / name
+        out = out or repository / "checkpoints" / name
     if out is None:
         raise ConfigError(f"--out is missing: {_OUT}; see gpt2lab ablate --help")
     if not has_code and (out / "code.json").exists():

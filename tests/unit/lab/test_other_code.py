@@ -191,14 +191,18 @@ def test_the_agent_loop_keeps_what_is_better(planted, tiny_data, tmp_path):
     agent = tmp_path / "r" / "agent"
     rate = "s/return optim.max_lr . (1.0/return 30 * optim.max_lr * (1.0/"
     agent.write_text(
-        "#!/bin/sh\n[ -e trials.txt ] || exec git cherry-pick harm\n"
-        f"sed -i '{rate}' src/gpt2lab/optim/schedule.py && git -c user.name=x -c user.email=x commit -qam rate\n"
+        "#!/bin/sh\nwho='-c user.name=x -c user.email=x'\n"
+        "[ -e trials.txt ] || exec git $who cherry-pick harm\n"
+        f"sed -i '{rate}' src/gpt2lab/optim/schedule.py && git $who commit -qam rate\n"
     )
     agent.chmod(0o755)
     words = [tmp_path / "agent_loop.py", 2, 1e9, "|".join(launch.words_of("ablate")[:-1])]
     done = launch.python(*words, folder=tmp_path / "r")
     assert done.returncode == 0, done.stderr
     said = (tmp_path / "r" / "trials.txt").read_text()
-    assert re.findall(r"trial (\d): (.*)", said) == [("1", "not decided"), ("2", "better")]
+    assert re.findall(r"^trial \d: (.*)", said, flags=re.M) in (
+        ["worse", "better"],
+        ["not decided", "better"],
+    )
     assert "code-trial is better than code-best by " in said
     assert git(tmp_path / "r", "log", "-2", "--format=%s", "best") == "rate\nmain"
