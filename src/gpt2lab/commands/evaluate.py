@@ -227,10 +227,9 @@ def _add_tasks(
     found: _Findings, subject: Subject, tasks: TaskRequest, bundle: list[CoreTask]
 ) -> None:
     target = subject.target
-    how: Any = {"strategy": subject.strategy, "runtime": subject.runtime}
-    both = [measure_core(bundle, target, subject.model, **how)] if bundle else []
+    both = [measure_core(bundle, subject)] if bundle else []
     if tasks.tasks is not None:
-        both.append(measure_tasks(tasks, target, subject.model, **how))
+        both.append(measure_tasks(tasks, subject))
     if subject.runtime.rank > 0:
         return
     found.numbers["tasks"] = {}

@@ -31,11 +31,8 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 
 if TYPE_CHECKING:
-    from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.request import Subject
     from gpt2lab.interop.scoring import Pair
-    from gpt2lab.model.gpt import GPT
-    from gpt2lab.runs.target import Target
 
 _TASKS, _BASELINES = "core.yaml", "eval_meta_data.csv"
 _CONTINUED = "language_modeling"
@@ -206,19 +203,19 @@ def _judge(item: Item, type: str, found: list[tuple[float, bool, int]]) -> bool:
     return losses.index(min(losses)) == item.gold
 
 
-def measure_core(
-    tasks: list[CoreTask], target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime
-) -> TaskResults:
+def measure_core(tasks: list[CoreTask], subject: Subject) -> TaskResults:
     """Return what the tasks and their mean measure, the same on all ranks.
 
     Raises: ConfigError if the weights' ids mean no text; DataError; NonFiniteError.
     """
     from gpt2lab.interop.scoring import score_continuations
 
-    tokenizer, longest = target.tokenizer(), model.config.context_length
+    model, name = subject.model, subject.target.name
+    tokenizer, longest = subject.target.tokenizer(), model.config.context_length
     problem = why_no_text(tokenizer, model.config.vocab_size)
     if tokenizer is None or problem is not None:
-        raise ConfigError(f"{target.name}: {problem}: CORE cannot be measured")
+        raise ConfigError(f"{name}: {problem}: CORE cannot be measured")
+    how: Any = {"strategy": subject.strategy, "runtime": subject.runtime, "name": name}
     measured = TaskResults()
     centered: dict[str, list[np.ndarray]] = defaultdict(list)  # by the file of the items
     for task in tasks:
@@ -228,9 +225,7 @@ def measure_core(
                 for number in counted(range(len(task.items)), "items")
             ]
             pairs = [pair for of_item in by_item for pair in of_item]
-            nats, is_greedy = score_continuations(
-                pairs, model, longest=longest, strategy=strategy, runtime=runtime, name=target.name
-            )
+            nats, is_greedy = score_continuations(pairs, model, longest=longest, **how)
         lengths = [min(len(ending), longest - 1) for _, ending in pairs]
         scored = zip(nats.tolist(), is_greedy.tolist(), lengths, strict=True)
         right = np.zeros(len(by_item))

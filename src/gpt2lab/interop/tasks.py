@@ -29,10 +29,7 @@ from gpt2lab.runs.target import is_run
 
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.catalog import CheckpointInfo
-    from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.distributed.strategy import Strategy
-    from gpt2lab.model.gpt import GPT
-    from gpt2lab.runs.target import Target
+    from gpt2lab.evaluation.request import Subject
 
 # Resamples for the standard error of metrics that are not means, such as a perplexity. They give the error to 2 %;
 # lm-eval's default of 100,000 takes minutes.
@@ -109,9 +106,7 @@ def require_tasks(request: TaskRequest) -> None:
         )
 
 
-def measure_tasks(
-    request: TaskRequest, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime
-) -> TaskResults:
+def measure_tasks(request: TaskRequest, subject: Subject) -> TaskResults:
     """Return what the tasks of lm-eval measure; nothing on other ranks than 0.
 
     Raises: ConfigError, DataError in one line.
@@ -123,7 +118,10 @@ def measure_tasks(
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
 
-        answerer = GPT2LabLM(target, model, strategy=strategy, runtime=runtime)
+        runtime = subject.runtime
+        answerer = GPT2LabLM(
+            subject.target, subject.model, strategy=subject.strategy, runtime=runtime
+        )
         if request.apply_chat_template:
             answerer.chat_template(True)  # fails before any data is read
         wanted = request.wanted
@@ -141,7 +139,7 @@ def measure_tasks(
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
-    return TaskResults() if runtime.rank else _read(found)
+    return TaskResults() if subject.runtime.rank else _read(found)
 
 
 def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:

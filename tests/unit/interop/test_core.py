@@ -15,11 +15,11 @@ import pytest
 import launch
 from golden.run_nanochat_core import model_of
 from gpt2lab.commands.evaluate import as_text, evaluate, main
-from gpt2lab.config.schema import SystemConfig
+from gpt2lab.config.schema import Config, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.evaluation.request import EvaluationRequest
+from gpt2lab.evaluation.request import EvaluationRequest, Subject
 from gpt2lab.interop.core import measure_core, read_bundle
 from gpt2lab.interop.tasks import TaskRequest, TaskResults
 from gpt2lab.report.page import render
@@ -44,13 +44,10 @@ class _Named(Target):
 def measured(answer: dict[str, Any], bundle: Path) -> TaskResults:
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
-    return measure_core(
-        read_bundle(bundle, answer["limit"]),
-        _Named(answer["tokenizer"], bundle, None),
-        model_of(answer),
-        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        runtime=runtime,
-    )
+    name, strategy = answer["tokenizer"], Strategy(runtime, SystemConfig(dtype="fp32"))
+    target, model = _Named(name, bundle, None), model_of(answer)
+    subject = Subject(EvaluationRequest(name), target, Config(), model, "fp32", strategy, runtime)
+    return measure_core(read_bundle(bundle, answer["limit"]), subject)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +242,5 @@ def test_wrong_flags_and_files_are_one_line(tmp_path):
     archive.write_bytes(content[: place + 12] + b"\0" * 40 + content[place + 52 :])
     with pytest.raises(GPT2LabError, match=r"cut\.zip/core\.yaml: not as in DCLM's"):
         read_bundle(archive, None)
-    unknown = _Named("gpt2", tmp_path, None)
-    small = ANSWERS["answers"][3]  # 272 rows
     with pytest.raises(GPT2LabError, match=r"^gpt2: vocab_size 272 is below GPT-2's 50257: CORE"):
-        measure_core(
-            read_bundle(bundle, None), unknown, model_of(small), strategy=None, runtime=None
-        )
+        measured(ANSWERS["answers"][3] | {"tokenizer": "gpt2"}, bundle)
