@@ -193,7 +193,7 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
                 rows = []
                 for sent.begin, line, event in batch:
                     sent.end, sent.crc = sent.begin + len(line), zlib.crc32(line)
-                    if event is not None and (values := tags_of(event["event"], event)):
+                    if event is not None and (values := tags_of(event)):
                         if event["event"] == "step":
                             values["Training/attempt"] = event["attempt"]
                         rows.append(Row(sent.rows, event["step"], event["time"], values))

@@ -6,6 +6,7 @@ No torch at the top.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -56,18 +57,18 @@ _BY_SOURCE: dict[str, dict[str, str]] = {
 }
 
 
-def tags_of(event: str, values: dict[str, Any]) -> dict[str, float | str]:
+def tags_of(event: Mapping[str, Any]) -> dict[str, float | str]:
     """Return an event's numbers, and a sample's text, by the tags of TensorBoard and W&B."""
     tags: dict[str, float | str] = {
-        tag: values[name] * factor
-        for name, (tag, factor) in _SCALARS.get(event, {}).items()
-        if values.get(name) is not None
+        tag: event[name] * factor
+        for name, (tag, factor) in _SCALARS.get(event["event"], {}).items()
+        if event.get(name) is not None
     }
-    for name, tag in _BY_SOURCE.get(event, {}).items():
-        found = (values.get(name) or {}).items()
+    for name, tag in _BY_SOURCE.get(event["event"], {}).items():
+        found = (event.get(name) or {}).items()
         tags |= {f"{tag}/{source}": value for source, value in found if value is not None}
-    if event == "sample" and values.get("text") is not None:
-        tags["Generated_Samples/text"] = values["text"]
+    if event["event"] == "sample" and event.get("text") is not None:
+        tags["Generated_Samples/text"] = event["text"]
     return tags
 
 
@@ -100,7 +101,7 @@ class TensorBoard(Extension):
         if self._writer is None:
             return
         try:
-            mirror(self._writer, event["event"], event["step"], dict(event))
+            mirror(self._writer, event)
             if event["event"] == "step":
                 weights = self._run.components.model.named_parameters()
                 self._histograms("Parameters", event["step"], weights)
@@ -133,15 +134,11 @@ class TensorBoard(Extension):
             self._writer.close()
 
 
-def mirror(
-    writer: SummaryWriter, event: str, step: int, values: dict[str, Any], when: float | None = None
-) -> None:
+def mirror(writer: SummaryWriter, event: Mapping[str, Any], when: float | None = None) -> None:
     """Write an event's numbers and texts under their TensorBoard tags; `when` in Unix seconds, default now."""
-    for tag, value in tags_of(event, values).items():
-        if isinstance(value, str):
-            writer.add_text(tag, value, step, walltime=when)
-        else:
-            writer.add_scalar(tag, value, step, walltime=when)
+    for tag, value in tags_of(event).items():
+        write = writer.add_text if isinstance(value, str) else writer.add_scalar
+        write(tag, value, event["step"], walltime=when)
 
 
 def _mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
@@ -180,13 +177,11 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         with system_errors_as(SaveError, folder), temporary_folder(folder) as fresh:
             writer = SummaryWriter(str(fresh))
             _mirror_settings(writer, to_flat(config))
-            for event in log.current_steps():
-                mirror(writer, "step", event["step"], event, when=event["time"])
+            others = map(log.current, ("eval", "hellaswag", "sample"))
+            in_order = (found[step] for found in others for step in sorted(found))
+            for event in itertools.chain(log.current_steps(), in_order):
+                mirror(writer, event, when=event["time"])
                 count += 1
-            for kind in ("eval", "hellaswag", "sample"):
-                for step, event in sorted(log.current(kind).items()):
-                    mirror(writer, kind, step, event, when=event["time"])
-                    count += 1
             writer.close()
             old = run_dir / f".del-tensorboard-{uuid.uuid4().hex[:8]}"
             if folder.exists():
