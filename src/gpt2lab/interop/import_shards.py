@@ -104,7 +104,9 @@ def import_folder(
             )
     tokenizer = _tokenizer_of(folder, files, wanted)
     assumed = _assumed_end_of_text(files, tokenizer, wanted)
-    measured = _measure(files, assumed.id, tokenizer)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases Python's lock
+        results = pool.map(lambda file: _measure(file, assumed.id, tokenizer), files)
+        measured = list(tqdm(results, total=len(files), unit="file", leave=False, disable=None))
     end_of_text = _confirmed_end_of_text(files, measured, assumed, wanted.end_of_text)
     entries = [
         _entry(file, split, found, end_of_text)
@@ -365,18 +367,8 @@ class _Marks:
 _Measured = tuple[dict[str, Any], _Marks | None]
 
 
-def _measure(
-    files: list[TokenFile], end_of_text: int | None, tokenizer: Tokenizer | None
-) -> list[_Measured]:
-    """Read every byte once; hashing releases Python's lock, so threads use all cores."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(lambda file: _measure_file(file, end_of_text, tokenizer), files)
-        return list(tqdm(results, total=len(files), unit="file", leave=False, disable=None))
-
-
-def _measure_file(
-    file: TokenFile, end_of_text: int | None, tokenizer: Tokenizer | None
-) -> _Measured:
+def _measure(file: TokenFile, end_of_text: int | None, tokenizer: Tokenizer | None) -> _Measured:
+    """Read every byte of a file once."""
     dtype, bound = DTYPES[file.dtype]
     marks: _Marks | None = None
     index: dict[str, Any] = {}

@@ -281,7 +281,15 @@ def explain(run: RecordedRun, step: int | None, *, worst: int) -> SpikeReport:
     """
     how = None
     if step is None:
-        step, how = _choose(run)
+        if not run.checkpoints:
+            raise ConfigError(f"{run.name}: no checkpoint to replay from")
+        spike = largest_spike(run.log, after=min(run.checkpoints))
+        if spike is None:
+            raise ConfigError(
+                f"{run.name}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
+                f"compare with; give one with --step"
+            )
+        step, how = spike
     # Before anything is computed: the data may have changed.
     tokens = tokens_of_step(run, step)
     replay = open_replay(run, first=step, last=step)
@@ -327,19 +335,6 @@ def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sampl
             tuple(patterns(ids, others, tokens.tokenizer)),
         )
     return samples
-
-
-def _choose(run: RecordedRun) -> tuple[int, str]:
-    """Return the step of the largest spike and why it is that one."""
-    if not run.checkpoints:
-        raise ConfigError(f"{run.name}: no checkpoint to replay from")
-    found = largest_spike(run.log, after=min(run.checkpoints))
-    if found is None:
-        raise ConfigError(
-            f"{run.name}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
-            f"compare with; give one with --step"
-        )
-    return found
 
 
 def _has_finite(parts: list[Contribution]) -> bool:
