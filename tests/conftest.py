@@ -14,7 +14,7 @@ import torch
 
 import loopback
 from launch import REPOSITORY
-from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
+from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, parse, pretrain, write_shards
 from whole_run import LAST, Run
 
 MESSAGES = Path(__file__).with_name("golden") / "messages.json"
@@ -106,6 +106,25 @@ def straight(tiny_data, tmp_path_factory) -> Run:
     run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
     run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")
     return run
+
+
+@pytest.fixture(scope="session")
+def stopped_and_resumed(tiny_data, tmp_path_factory) -> Path:
+    """Return a run of 12 steps that was stopped after 7 and resumed from step 4 to its end; treat as read-only."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--vocab_size=256"]
+    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--device=cpu"]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r", "--dtype=fp32"]
+    flags += ["--max_steps=12", "--eval_freq=4", "--checkpoint_freq=4", "--compile=off"]
+    pretrain(parse([*flags, "--stop_after_steps=7"]))
+    pretrain(parse([*flags, "--resume=4"]))
+    return runs / "r"
+
+
+@pytest.fixture
+def run_dir(stopped_and_resumed, tmp_path) -> Path:
+    """Return a copy of it to spoil."""
+    return Path(shutil.copytree(stopped_and_resumed, tmp_path / "runs" / "r"))
 
 
 @pytest.fixture(scope="session", autouse=True)

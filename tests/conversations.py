@@ -28,9 +28,8 @@ def write_model(folder: Path) -> Path:
     """Write a random Hugging Face GPT-2 of one layer, 16 wide."""
     torch.manual_seed(0)
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": CONTEXT, "vocab_size": 50257}
-    config = GPT2Config(
-        **shape, bos_token_id=50256, eos_token_id=50256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
+    ends = {"bos_token_id": 50256, "eos_token_id": 50256}
+    config = GPT2Config(**shape, **ends, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -39,10 +38,8 @@ def write_pairs(path: Path, count: int = 24) -> Path:
     """Write pairs of different lengths, every sixth a conversation of two questions."""
     lines = []
     for n in range(count):
-        pair = {
-            "instruction": "Count." + " up" * (n % 4),
-            "output": f"{n} {n + 1}" + " on" * (n % 3),
-        }
+        up, on = " up" * (n % 4), " on" * (n % 3)
+        pair = {"instruction": f"Count.{up}", "output": f"{n} {n + 1}{on}"}
         if n % 6 == 5:
             turns = [("user", "Hi"), ("assistant", f"{n}"), ("user", "And?"), ("assistant", "Bye")]
             pair = {"messages": [{"role": role, "content": text} for role, text in turns]}

@@ -33,13 +33,9 @@ def run_prepare(
     tokenizer: Tokenizer = GPT2,
     **more: Any,
 ) -> Result | None:
-    return prepare(
-        open_source(str(source), text_column=text_column),
-        out,
-        Sizes(shard_tokens, val_tokens, max_tokens, group_bytes),
-        tokenizer=tokenizer,
-        **more,
-    )
+    sizes = Sizes(shard_tokens, val_tokens, max_tokens, group_bytes)
+    opened = open_source(str(source), text_column=text_column)
+    return prepare(opened, out, sizes, tokenizer=tokenizer, **more)
 
 
 def ids_of(folder: Path, split: str) -> list[int]:

@@ -36,9 +36,7 @@ def works_with(
         f"{name}: tests/ecosystem.py says how to record a change"
     )
     if compare == "major":
-        assert row["version"].split(".")[0] == version.split(".")[0], (
-            f"{name}: another major version"
-        )
+        assert row["version"].split(".")[0] == version.split(".")[0], f"{name}: other major version"
 
 
 def read_rows() -> dict[str, dict[str, str]]:

@@ -31,13 +31,8 @@ def fake_trainer(folder: Path, *flags: str) -> Contestant:
 
 
 def entry_of(name: str, *rounds: list[float]) -> race.Entry:
-    trainer = Contestant(
-        name, (), Place(Path(), Path(), Path(), "cpu"), contestants._our_steps, SMALL
-    )
-    runs = [
-        running.Run(
-            tuple(Step(s, 5.0 - i) for i, s in enumerate([9.0, *seconds])), 1, 2.0, 100, 0.1
-        )
-        for seconds in rounds
-    ]
+    place = Place(Path(), Path(), Path(), "cpu")
+    trainer = Contestant(name, (), place, contestants._our_steps, SMALL)
+    steps = [tuple(Step(s, 5.0 - i) for i, s in enumerate([9.0, *each])) for each in rounds]
+    runs = [running.Run(of_round, 1, 2.0, 100, 0.1) for of_round in steps]
     return race.Entry(trainer, runs)

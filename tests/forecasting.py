@@ -31,8 +31,6 @@ def record(**more: object) -> dict[str, object]:
         **{"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False},
         **{"n_layer": model.n_layer, "n_head": model.n_head, "n_embd": model.n_embd},
         **{"context_length": model.context_length, "vocab_size": model.vocab_size},
-        **{
-            **{"micro_batch": 8, "accumulation": 4, "step_seconds": 0.5, "others": 0.0},
-            "ratios": {"eval": 0.3},
-        },
+        **{"micro_batch": 8, "accumulation": 4, "step_seconds": 0.5, "others": 0.0},
+        "ratios": {"eval": 0.3},
     } | more

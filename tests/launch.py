@@ -26,6 +26,7 @@ MAIN = REPOSITORY / "src" / "gpt2lab" / "__main__.py"
 SCRIPTS = REPOSITORY / "scripts"
 WORKERS = REPOSITORY / "tests" / "workers"
 HANG_SECONDS = 1000  # a hung process group must fail its test, not the suite; the slowest takes 150 s when quiet
+TO_ITS_END: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANG_SECONDS}
 
 
 class Done(NamedTuple):
@@ -34,6 +35,12 @@ class Done(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+def worked(done: Any) -> Any:
+    """Return what a program left, which must have ended well."""
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: str = "") -> Done:
@@ -80,14 +87,9 @@ def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> An
 
 def python(*words: object, folder: Path = REPOSITORY, **extra: str) -> Done:
     """Run Python with some words, and with our sources, to its end."""
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=folder,
-        env=environment(**{"PYTHONPATH": str(REPOSITORY / "src"), **extra}),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    env = environment(**{"PYTHONPATH": str(REPOSITORY / "src"), **extra})
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=env, **TO_ITS_END)
     return Done(done.returncode, done.stdout, without_progress(done.stderr))
 
 
@@ -151,13 +153,8 @@ def train(
     flags: list[str], *, world: int = 1, program: Path = TRAIN, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer to its end, as users start it."""
-    done = subprocess.run(
-        command_for(program, flags, world=world),
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command = command_for(program, flags, world=world)
+    done = subprocess.run(command, env=environment(**extra), **TO_ITS_END)
     done.stderr = without_progress(done.stderr)
     return done
 
@@ -166,9 +163,8 @@ def train_in_forks(
     flags: list[str], *, world: int = 1, program: Path = TRAIN, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer to its end without the seconds that each process takes to import torch: see ranks.py."""
-    done = run_ranks(
-        program, flags, world=world, environment=environment(**extra), seconds=HANG_SECONDS
-    )
+    how = {"environment": environment(**extra), "seconds": HANG_SECONDS}
+    done = run_ranks(program, flags, world=world, **how)
     done.stderr = without_progress(done.stderr)
     return done
 
@@ -177,14 +173,9 @@ def start(
     flags: list[str], *, world: int = 1, stdout: int = subprocess.DEVNULL, **extra: str
 ) -> subprocess.Popen[str]:
     """Start the trainer and return at once."""
-    return subprocess.Popen(
-        command_for(TRAIN, flags, world=world),
-        env=environment(**extra),
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    command = command_for(TRAIN, flags, world=world)
+    return subprocess.Popen(command, env=environment(**extra), start_new_session=True, **pipes)
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -86,9 +86,8 @@ def write_long_log(run_dir: Path, lines: int, *, tokens_per_step: int = 64) -> P
     path = run_dir / "metrics.jsonl"
     steps = (lines - 1) * EVERY // (EVERY + 2)
     with open(path, "w") as file:
-        file.writelines(
-            lines_of_a_start(steps, max_steps=2 * steps, tokens_per_step=tokens_per_step)
-        )
+        how = {"max_steps": 2 * steps, "tokens_per_step": tokens_per_step}
+        file.writelines(lines_of_a_start(steps, **how))
     return path
 
 

@@ -74,9 +74,8 @@ def write_tasks(folder: Path) -> Path:
     with open(file, "w", encoding="utf-8") as lines:
         for number, (text, endings, answer) in enumerate(ITEMS):
             # Stories of one to five sentences: some are longer than the context.
-            story = " ".join(
-                f"{a.strip()} {b[0]}" for a, b, _ in ITEMS[number : number + 1 + number % 5]
-            )
+            items = ITEMS[number : number + 1 + number % 5]
+            story = " ".join(f"{a.strip()} {b[0]}" for a, b, _ in items)
             row = {"text": text, "endings": endings, "answer": answer, "story": story}
             lines.write(json.dumps(row) + "\n")
     for name, content in _TASKS.items():

@@ -45,9 +45,8 @@ def run_ranks(
             **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)},
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        environments = [
-            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)
-        ]
+        ranks = map(str, range(world))
+        environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out.txt"), Path(folder, "err.txt")
         for path in (out, err):

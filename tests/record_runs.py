@@ -32,7 +32,7 @@ import numpy as np
 from tiny import VOCAB, make_tokens, write_items, write_shards
 
 COMPILED = Path(tempfile.gettempdir()) / f"gpt2lab-recordings-{os.getuid()}"
-HANG_SECONDS = 600
+TO_ITS_END: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600}
 
 # Keys of values that depend on the clock, the load of the machine, git, or the wording of a message.
 VOLATILE = re.compile(
@@ -177,9 +177,7 @@ def run_start(start: Start, name: str, work: Path, checkout: Path) -> dict[str, 
         **{"OMP_NUM_THREADS": "1", "FAULT": start.fault, "TMPDIR": str(work)},
         **{"XDG_CONFIG_HOME": str(work / "config"), "TORCHINDUCTOR_CACHE_DIR": str(COMPILED)},
     }
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    done = subprocess.run(command, cwd=checkout, env=environment, **TO_ITS_END)
     with open(work / f"{name}.txt", "a") as said:
         print("$", *command, f"\n{done.stdout}{done.stderr}", file=said)
     printed = json.loads(done.stdout) if "--json" in start.flags and done.stdout else None
@@ -203,9 +201,8 @@ def record_folder(run: Path) -> dict[str, Any]:
             files[name] = path.read_text() if path.parent.name == "labels" else "~"
     checkpoints = {}
     for folder in sorted(run.glob("step_*")):
-        manifest, state = (
-            json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "state")
-        )
+        files_of = (folder / f"{name}.json" for name in ("manifest", "state"))
+        manifest, state = (json.loads(file.read_text()) for file in files_of)
         manifest["files"] = sorted(manifest["files"])  # their hashes are in `files`
         checkpoints[folder.name] = {"manifest": manifest, "state": state}
     return {

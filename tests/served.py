@@ -24,10 +24,8 @@ CONTEXT = 64
 def train(folder: Path) -> Path:
     """Train `base` on text and fine-tune it to `tuned`, some steps each; return the folder of the runs."""
     tiny.write_shards(folder / "data", train=(2003,), val=(650,))
-    few = [
-        *("--total_batch_size=128", "--max_steps=2", "--eval_freq=0"),
-        f"--context_length={CONTEXT}",
-    ]
+    few = ["--total_batch_size=128", "--max_steps=2", "--eval_freq=0"]
+    few += [f"--context_length={CONTEXT}"]
     flags = [flag for flag in tiny.flags_of(folder, "base") if "hellaswag" not in flag]
     pretrain(parse([*flags, *few]))
     pairs = [{"instruction": f"Count {n}", "output": f"{n} {n + 1}"} for n in range(24)]
@@ -98,13 +96,8 @@ def events(text: str) -> list[dict[str, Any]]:
 def program(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `gpt2lab serve` on a free port; yield the process and its address; Ctrl+C ends it with code 0."""
     command = [*launch.words_of("serve"), *words, "--port=0"]
-    process = subprocess.Popen(
-        command,
-        env=launch.environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=launch.environment(**environment), **pipes)
     try:
         line = process.stdout.readline()
         found = re.search(r"http://\S+(?=/ in a browser)", line)

@@ -74,9 +74,8 @@ def write_items(path: Path, count: int = 12) -> Path:
     rows = []
     for index in range(count):
         nouns = [f"box {number}" for number in rng.randint(0, 99, 5)]
-        endings = [
-            f"{_VERBS[(index + k) % 6]} the {nouns[k]} [step] slowly" * (k + 1) for k in range(4)
-        ]
+        parts = (f"{_VERBS[(index + k) % 6]} the {nouns[k]} [step] slowly" for k in range(4))
+        endings = [part * (k + 1) for k, part in enumerate(parts)]
         rows.append(
             {
                 "ind": index,

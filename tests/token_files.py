@@ -139,9 +139,8 @@ datatrove_files = datatrove()
 npy_shards = shards("edufineweb_{}_{:06d}.npy", write_npy)
 _LLAMA = {"magic": 20240801, "version": 7}
 _BARE = ImportOptions(tokenizer="gpt2", dtype="uint16", end_of_text="after")
-_RAW = ImportOptions(
-    format="raw", offset=16, dtype="uint32", train_files=("train.tokens",), val_files=("val.*",)
-)
+_PLACES = {"train_files": ("train.tokens",), "val_files": ("val.*",)}
+_RAW = ImportOptions(format="raw", offset=16, dtype="uint32", **_PLACES)
 _HEAD = {"kind": "I", "head": b"made up header 6"}
 FORMATS: dict[str, tuple[Writer, Layout, str]] = {
     "llm.c": (llmc_shards, "llm.c", "<u2"),

@@ -50,8 +50,7 @@ class Run:
         if world == 1 and program == launch.TRAIN:
             train(flags)
             return ""
-        done = launch.train_in_forks(flags, world=world, program=program)
-        assert done.returncode == 0, done.stderr
+        done = launch.worked(launch.train_in_forks(flags, world=world, program=program))
         return done.stdout
 
     def killed(self, fault: str, *more: str, world: int = 1) -> None:
@@ -85,17 +84,13 @@ class Run:
             assert found[step]["batch_hash"] == event["batch_hash"], "other tokens"
             assert found[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
             assert found[step]["grad_norm"] == pytest.approx(event["grad_norm"], rel=1e-4)
-        ours, theirs = (
-            {e["step"]: e["val_loss"] for e in run.events("eval")} for run in (self, reference)
-        )
+        both = (self.events("eval"), reference.events("eval"))
+        ours, theirs = ({e["step"]: e["val_loss"] for e in events} for events in both)
         assert ours == pytest.approx(theirs, rel=1e-5)
 
     def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
-        return [
-            event
-            for event in history.read_events(self.path)
-            if event["event"] == kind and attempt in (None, event["attempt"])
-        ]
+        of_kind = [event for event in history.read_events(self.path) if event["event"] == kind]
+        return [event for event in of_kind if attempt in (None, event["attempt"])]
 
     def losses(self, attempt: int | None = None) -> dict[int, float]:
         return {event["step"]: event["loss"] for event in self.events("step", attempt)}

@@ -166,14 +166,8 @@ class Trainer:
         def arm_disk() -> None:
             if failure.call or trace is not None:
                 log = b"" if trace is None else os.fsencode(trace)
-                self.shim.shim_arm(
-                    os.fsencode(folder),
-                    log,
-                    ctypes.c_long(failure.call),
-                    failure.error,
-                    failure.and_later,
-                    failure.torn,
-                )
+                how = (failure.error, failure.and_later, failure.torn)
+                self.shim.shim_arm(os.fsencode(folder), log, ctypes.c_long(failure.call), *how)
 
         return live([str(launch.TRAIN), *flags], arm or arm_disk)
 
@@ -237,9 +231,8 @@ def trainer(folder: Path) -> Iterator[Trainer]:
     if not data.exists():
         source = corpora.write_jsonl(folder / "texts.jsonl", corpora.TEXTS)
         with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
-            corpora.run_prepare(
-                source, data, val_tokens=300, tokenizer=open_tokenizer("bytes", None)
-            )
+            tokenizer = open_tokenizer("bytes", None)
+            corpora.run_prepare(source, data, val_tokens=300, tokenizer=tokenizer)
     yield Trainer(shim, data, write_items(folder / "items.jsonl", 2))
 
 
@@ -274,9 +267,7 @@ def unlike(run: Path, reference: dict[str, object]) -> list[str]:
         ours = bits(run)
     except (OSError, KeyError, ValueError) as error:
         return [f"no final checkpoint that can be read: {error!r}"]
-    found = [
-        f"other {name} than the reference's" for name in reference if ours[name] != reference[name]
-    ]
+    found = [f"other {n} than the reference's" for n, one in reference.items() if ours[n] != one]
     status = json.loads((run / "status.json").read_text())
     if (status["state"], status["step"]) != ("completed", LAST):
         found.append(f"status is {status['state']} at step {status['step']}")

@@ -83,9 +83,8 @@ class FaultRun:
 
         What comes after a fault needs no launcher: it is a start like any other.
         """
-        done = launch.train_in_forks(
-            self.argv(*(more or ("--resume=latest",))), world=world, program=program
-        )
+        words = self.argv(*(more or ("--resume=latest",)))
+        done = launch.train_in_forks(words, world=world, program=program)
         with open(self.folder / "out.txt", "a") as out:
             out.write(done.stdout)
         (self.folder / "err.txt").write_text(done.stderr)

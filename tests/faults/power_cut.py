@@ -124,9 +124,7 @@ class Log:
     def committed(self, end: int) -> int:
         """Return the newest step whose checkpoint must be there after a power cut, 0 for none."""
         _, pending = self.pending(end)
-        there = {
-            path: number for number, path in self.commits if number < end and number not in pending
-        }
+        there = {path: n for n, path in self.commits if n < end and n not in pending}
         for path, number in list(there.items()):
             folder, name, _ = self.ops[number].names[-1]  # type: ignore[union-attr]
             later = [op for op in self.ops[number + 1 : end] if isinstance(op, NameOp)]
@@ -315,9 +313,8 @@ def main() -> int:
             found = list(all_states(scene, log, dice))
             rows.append([scene, str(len(log.ops)), str(len(found))])
             states += found
-        print(
-            fmt.table(["scene", "calls that change or flush", "different disks"], rows), flush=True
-        )
+        header = ["scene", "calls that change or flush", "different disks"]
+        print(fmt.table(header, rows), flush=True)
         reference = disk.bits(folder / "quiet-0" / "run")
         global _given
         _given = trainer, folder, reference

@@ -61,9 +61,8 @@ class Soak:
         if disk_fills:
             point = self.dice.choice(FULL_DISK)
             fault += f";{point}:enospc@{5 * (before // 5 + self.dice.randrange(1, 5))}"
-        saves = (
-            f"--checkpoint_freq={self.dice.choice((1, 5))}"  # after each step: kills within a save
-        )
+        # After each step: kills within a save.
+        saves = f"--checkpoint_freq={self.dice.choice((1, 5))}"
         process = self.run.start("--resume=auto", saves, world=world, FAULT=fault)
         # Stops are asked of what trains: before, there is nothing to save. Kills strike at any time.
         if fate in STOPS or self.dice.random() < 0.75:
@@ -195,10 +194,8 @@ class Soak:
         unwritten = set(range(1, last + 1)) - seen
         if not unwritten <= begun_from:
             self.wrong.append(f"steps that no life took: {sorted(unwritten - begun_from)}")
-        hashes = [
-            json.loads((run.path / f"step_{last:08d}" / "manifest.json").read_text())["files"]
-            for run in (self.run, reference)
-        ]
+        runs = (run.path / f"step_{last:08d}" / "manifest.json" for run in (self.run, reference))
+        hashes = [json.loads(path.read_text())["files"] for path in runs]
         for name in ("model.safetensors", "optim.safetensors"):
             if hashes[0][name] != hashes[1][name]:
                 self.wrong.append(f"{name} of step {last} differs")

@@ -61,9 +61,8 @@ class Sweep(NamedTuple):
 
         def arm() -> None:
             os.environ["GPT2LAB_STARTS"] = " ".join(map(str, words))  # of what it starts
-            self.trainer.shim.starts_arm(
-                os.fsencode(count), words[0], *map(ctypes.c_long, words[1:3])
-            )
+            numbers = map(ctypes.c_long, words[1:3])
+            self.trainer.shim.starts_arm(os.fsencode(count), words[0], *numbers)
 
         life, wrong = getattr(self, case.program)(folder, arm)
         life = life._replace(errors=launch.without_progress(life.errors))
@@ -161,18 +160,12 @@ def main() -> int:
                 some = dice.sample(every, min(number, wanted.sample or number))
                 cases += [Case(program, kind, at) for at in some]
         _sweep.expected["train"] = disk.bits(wanted.folder / "quiet-train-thread" / "run")
-        _sweep.expected["prepare"] = {
-            path.name: path.read_bytes()
-            for path in (wanted.folder / "quiet-prepare-thread" / "data").iterdir()
-        }
+        prepared = (wanted.folder / "quiet-prepare-thread" / "data").iterdir()
+        _sweep.expected["prepare"] = {path.name: path.read_bytes() for path in prepared}
         judged = list(disk.judged(_judge_in_worker, cases, wanted))
     ends = Counter((case.program, case.kind, str(life.code)) for (case, life), _ in judged)
-    print(
-        fmt.table(
-            ["program", "failed", "exit code", "runs"],
-            [[*end, str(n)] for end, n in sorted(ends.items())],
-        )
-    )
+    rows = [[*end, str(n)] for end, n in sorted(ends.items())]
+    print(fmt.table(["program", "failed", "exit code", "runs"], rows))
     wrong = sum(bool(found) for _, found in judged)
     print(f"\n{len(judged):,} runs with one failure, seed {wanted.seed}, {wrong} wrong")
     return 1 if wrong else 0

@@ -107,11 +107,8 @@ def test_row_22_two_ranks_gather_their_shards_for_one_writer(run, reference):
 
 def test_row_11_a_rank_dies_while_a_save_is_in_flight(run, reference):
     """Rank 0 first ends the save of step 5, then saves the last complete step."""
-    process = run.start(
-        world=2,
-        FAULT="step:sleep0.1@*;step:kill9@8,rank=1;checkpoint.before_rename:sleep1.5@5",
-        RUN_OF=str(run.folder),
-    )
+    fault = "step:sleep0.1@*;step:kill9@8,rank=1;checkpoint.before_rename:sleep1.5@5"
+    process = run.start(world=2, FAULT=fault, RUN_OF=str(run.folder))
     assert run.end_of(process) != 0
     run.assert_no_process_left(process)
     assert run.saved() == [5, 7], run.errors()

@@ -35,23 +35,16 @@ CPU = torch.device("cpu")
 
 def content(folder: Path) -> dict[str, bytes]:
     """Return {name: bytes} of all files below a folder, hidden ones too."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def kill(script: Path | str, words: list[str], *, at: int, below: Path) -> int:
     """Run a script in a fork that dies before its call number `at` below a folder; return its exit code."""
     environment = launch.environment(WATCH=str(below))
-    done = run_ranks(
-        KILLED_AT,
-        [str(at), *launch.words_of(script)[1:], *words],
-        world=1,
-        environment=environment,
-        seconds=launch.HANG_SECONDS,
-    )
+    typed = [str(at), *launch.words_of(script)[1:], *words]
+    how = {"environment": environment, "seconds": launch.HANG_SECONDS}
+    done = run_ranks(KILLED_AT, typed, world=1, **how)
     assert done.returncode in (0, KILLED), done.stderr
     return done.returncode
 
@@ -71,8 +64,7 @@ def kill_everywhere(
         folder.mkdir()
         return make(folder)
 
-    done = call(script, *begin())
-    assert done.returncode == 0, done.stderr
+    launch.worked(call(script, *begin()))
     straight = content(folder)
     for at in range(1, 1000, every):
         words = begin()
@@ -96,8 +88,7 @@ def test_import_of_shards(tmp_path):
 def test_import_into_another_folder_with_a_tokenizer(tmp_path):
     tokenizer = tmp_path / "learned"
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
-    done = call("data tokenizer", "train", texts, f"--out={tokenizer}", "--vocab_size=300")
-    assert done.returncode == 0, done.stderr
+    launch.worked(call("data tokenizer", "train", texts, f"--out={tokenizer}", "--vocab_size=300"))
 
     def make(folder: Path) -> list[str]:
         write_shards(folder / "data", train=(1003,), val=(650,))
@@ -113,8 +104,7 @@ def test_merge_of_parts(tmp_path):
     parts = [tmp_path / f"part{number}" for number in (1, 2)]
     for number, part in enumerate(parts, start=1):
         words = [texts.parent, f"--out={part}", f"--part={number}/2", "--tokenizer=bytes"]
-        done = call("prepare_data.py", *words, "--val_tokens=2000", "--group_bytes=10k")
-        assert done.returncode == 0, done.stderr
+        launch.worked(call("prepare_data.py", *words, "--val_tokens=2000", "--group_bytes=10k"))
 
     def make(folder: Path) -> list[str]:
         return ["merge", str(folder / "full"), *map(str, parts)]
@@ -162,9 +152,8 @@ def test_import_of_a_checkpoint(tiny_data, tmp_path):
             break
         committed = bool(run.saved())
         again = call(launch.TRAIN, *words(run.folder))
-        assert (again.returncode, "holds checkpoints already" in again.stderr) == (
-            (2, True) if committed else (0, False)
-        )
+        said = "holds checkpoints already" in again.stderr
+        assert (again.returncode, said) == ((2, True) if committed else (0, False))
         assert launch.parameter_hash(run.path, 4) == launch.parameter_hash(straight.path, 4)
         if committed:
             RunFolder(run.path).close()  # as the resume does that it was told to do
@@ -175,15 +164,12 @@ def test_import_of_a_checkpoint(tiny_data, tmp_path):
 @pytest.mark.parametrize("at", ["export.weights", "export.before_rename"])
 def test_export(at, tiny_data, tmp_path):
     run = FaultRun(tiny_data, tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
-    done = launch.train_in_forks(run.argv())
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.train_in_forks(run.argv()))
     words = ["run", f"--checkpoint_dir={run.folder}"]
     out = tmp_path / "exports" / "run"
-    killed = subprocess.run(
-        [sys.executable, str(launch.SCRIPTS / "export_hf.py"), *words, f"--out={out}"],
-        env=launch.environment(FAULT=f"{at}:kill9@0"),
-        capture_output=True,
-    )
+    command = [*launch.words_of("export_hf.py"), *words, f"--out={out}"]
+    env = launch.environment(FAULT=f"{at}:kill9@0")
+    killed = subprocess.run(command, env=env, capture_output=True)
     assert killed.returncode == KILLED
     [leftover] = out.parent.iterdir()
     with open_locked_folder(out.with_name(".run.0123abcd")):  # of an export that still works
@@ -201,8 +187,7 @@ def test_export_for_llama_cpp(tmp_path):
     run_prepare(tmp_path / "corpus", tmp_path / "data", tokenizer=train_bpe(texts, 300))
     run = FaultRun(tmp_path / "data", tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
     words = [word for word in run.argv() if not word.startswith("--vocab_size")]
-    done = launch.train_in_forks(words)
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.train_in_forks(words))
     words = ["run", f"--checkpoint_dir={run.folder}", "--format=gguf"]
     out, straight = tmp_path / "exports" / "x.gguf", tmp_path / "elsewhere" / "x.gguf"
     killed = subprocess.run(
@@ -236,9 +221,8 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(tiny_data, tmp_path
     shared = [*shape, f"--data_dir={tiny_data}", "--eval_freq=6", "--max_steps=12"]
     words = [str(settings), f"--out={out}", "--seeds=1", *shared]
     command = [*launch.words_of("ablate"), *words]
-    process = subprocess.Popen(
-        command, env=launch.environment(FAULT="step:sleep0.2@*"), stdout=subprocess.PIPE
-    )
+    env = launch.environment(FAULT="step:sleep0.2@*")
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
     cold = out / "cold_seed1"
     launch.wait_for_step(process, cold, 3)
     process.kill()
@@ -249,8 +233,7 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(tiny_data, tmp_path
     told = json.loads((cold / "status.json").read_text())
     assert (told["state"], told["reason"]) == ("stopped", "SIGTERM")
     assert 3 <= told["step"] < 12
-    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    launch.worked(subprocess.run(command, env=launch.environment(), capture_output=True, text=True))
     straight = tmp_path / "straight"
     flags = ["--max_lr=0.0001", "--seed=1", f"--checkpoint_dir={straight}", "--run_name=cold"]
     assert launch.train_in_forks([*shared, *flags]).returncode == 0
@@ -279,9 +262,8 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, t
     stdout, stderr = process.communicate()
     stderr = launch.without_progress(stderr)
     assert (process.returncode, stdout) == (0, "")
-    assert stderr.splitlines()[jobs:] == [
-        "interrupted; what was trained is saved; start again to continue"
-    ]
+    line = "interrupted; what was trained is saved; start again to continue"
+    assert stderr.splitlines()[jobs:] == [line]
     told = json.loads((out / "cold_seed1" / "status.json").read_text())
     assert (told["state"], told["exit_code"]) == ("stopped", 0)
     assert told["checkpoint"] == str(out / "cold_seed1" / f"step_{told['step']:08d}")

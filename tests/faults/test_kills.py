@@ -34,9 +34,8 @@ def test_rows_02_and_03_killed_while_a_checkpoint_is_retired(point, run, referen
     """What is listed afterwards is complete, and is the newest that was committed."""
     run.flags = (*run.flags, "--keep_checkpoints=1")
     assert run.finish(FAULT=f"retain.{point}:kill9@15") != 0
-    listed = launch.train_in_forks(
-        ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
-    )
+    words = ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
+    listed = launch.train_in_forks(words)
     assert listed.returncode == 0, listed.stdout
     steps = [row["step"] for row in json.loads(listed.stdout)["runs"][0]["checkpoints"]]
     assert steps[-1] == 15

@@ -63,19 +63,10 @@ def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
     run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
     script = str(launch.SCRIPTS / "run_until_done.sh")
     command = launch.command_for(program, run.argv(), world=2)
-    done = subprocess.run(
-        [script, *command],
-        env=launch.environment(PAUSE="0", FAULT=PACE),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "oom_kill 1" in "".join(
-        (small_group / name).read_text()
-        for name in ("memory.oom_control", "memory.events")
-        if (small_group / name).exists()
-    )
+    env = launch.environment(PAUSE="0", FAULT=PACE)
+    done = launch.worked(subprocess.run([script, *command], env=env, **launch.TO_ITS_END))
+    events = (small_group / name for name in ("memory.oom_control", "memory.events"))
+    assert "oom_kill 1" in "".join(path.read_text() for path in events if path.exists())
     assert "another rank of this run died after step 14; that step is saved" in done.stderr
     assert "ended with exit code 1; starting again in 0 s" in done.stderr
     assert [event["from_step"] for event in run.events("resume")] == [14]

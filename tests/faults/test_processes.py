@@ -12,13 +12,13 @@ import launch
 pytestmark = pytest.mark.fault
 
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
+SOON = ("--shutdown-timeout=2",)  # in which torchrun kills
 
 
 def pipelined(folder: Path) -> Path:
     """Return a trainer that launches a step before it has read the loss of the one before, as on a GPU."""
-    return python_program(
-        folder, "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
-    )
+    ahead = "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
+    return python_program(folder, ahead)
 
 
 def test_row_11_a_process_is_killed_while_a_step_is_in_flight(run, reference, tmp_path):
@@ -36,7 +36,7 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(run, reference, tmp_
     """The watching thread does that for the thread that hangs."""
     program = pipelined(tmp_path)
     frozen = {"world": 2, "program": program, "FAULT": f"{PACE};step:freeze@15,rank=1"}
-    code = run.finish("--hang_seconds=1.5", torchrun=("--shutdown-timeout=2",), **frozen)
+    code = run.finish("--hang_seconds=1.5", torchrun=SOON, **frozen)
     assert code != 0
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
@@ -155,12 +155,8 @@ def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
 
 
 def test_row_29_a_frozen_process_is_named(run, reference):
-    process = run.start(
-        "--hang_seconds=1.5",
-        world=2,
-        torchrun=("--shutdown-timeout=2",),
-        FAULT=f"{PACE};step:freeze@15,rank=1",
-    )
+    fault = f"{PACE};step:freeze@15,rank=1"
+    process = run.start("--hang_seconds=1.5", world=2, torchrun=SOON, FAULT=fault)
     run.wait_for(process, "step", 14)
     assert run.end_of(process) != 0
     errors = run.errors()
@@ -178,9 +174,8 @@ def test_row_29_a_frozen_process_is_named(run, reference):
 
 def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, reference):
     """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
-    process = run.start(
-        world=2, torchrun=("--shutdown-timeout=30",), FAULT=f"{PACE};step:freeze@15,rank=1"
-    )
+    fault = f"{PACE};step:freeze@15,rank=1"
+    process = run.start(world=2, torchrun=("--shutdown-timeout=30",), FAULT=fault)
     run.wait_for(process, "step", 14)
     frozen = Path(f"/proc/{run.workers(process)[1]}/stat")
     run.wait_until(process, lambda: ") T " in frozen.read_text(), "rank 1 to freeze")
@@ -202,9 +197,7 @@ def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
         "        time.sleep(600)\n"
         "    return plain(self, *a, **k)\nAdamW.step = step",
     )
-    code = run.finish(
-        "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
-    )
+    code = run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program)
     assert code != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "is saved" not in run.status()["reason"]
@@ -221,9 +214,7 @@ def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
         "    if os.environ['RANK'] == '1' and first == 80:\n        time.sleep(600)\n"
         "    return plain(self, first)\nLoader.fetch = fetch",
     )
-    process = run.start(
-        "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
-    )
+    process = run.start("--hang_seconds=1", world=2, torchrun=SOON, program=program)
     assert run.end_of(process) != 0
     assert "all wait for: rank 1 on" in run.errors()
     assert "reading data of step 11" in run.errors()

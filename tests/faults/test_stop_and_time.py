@@ -137,11 +137,8 @@ def test_rows_08_and_09_the_launcher_dies(number, run, reference):
 
 def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
     """Said beforehand, with the cure; killed within the save, the previous checkpoint stands."""
-    process = run.start(
-        world=2,
-        torchrun=("--shutdown-timeout=2",),
-        FAULT=f"{PACE};checkpoint.optim.safetensors:sleep4@*",
-    )
+    fault = f"{PACE};checkpoint.optim.safetensors:sleep4@*"
+    process = run.start(world=2, torchrun=("--shutdown-timeout=2",), FAULT=fault)
     run.wait_for(process, "warning", 5)
     [warning] = run.events("warning")[-1:]
     assert "torchrun kills after 2 s" in warning["message"]
@@ -209,9 +206,8 @@ def set_clock(tmp_path) -> Callable[[int], dict[str, str]]:
 def test_row_28_a_clock_that_jumps_changes_nothing(hours, run, tmp_path, set_clock):
     """Neither the job's end, nor the minutes between saves, nor times, rates and forecasts follow the wall clock."""
     run.flags = (*FOREVER, "--checkpoint_minutes=0.02", "--keep_checkpoints=100")
-    program = python_program(
-        tmp_path, IMPORTED + "os.environ['SLURM_JOB_END_TIME'] = str(int(time.time()) + 16)"
-    )
+    ends = IMPORTED + "os.environ['SLURM_JOB_END_TIME'] = str(int(time.time()) + 16)"
+    program = python_program(tmp_path, ends)
     process = run.start("--hang_seconds=60", program=program, FAULT=PACE, **set_clock(0))
     run.wait_for(process, "step", 20)
     set_clock(hours)

@@ -45,9 +45,8 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     process = run.run_command([*script, *run.argv(), "--n_layer=3"], PAUSE="0")
     assert run.end_of(process) == 2
     assert "a restart would meet the same" in run.errors()
-    process = run.run_command(
-        [*script, *run.argv()], PAUSE="0", MAX_CRASHES="2", FAULT="step:kill9@20"
-    )
+    how = {"PAUSE": "0", "MAX_CRASHES": "2", "FAULT": "step:kill9@20"}
+    process = run.run_command([*script, *run.argv()], **how)
     assert run.end_of(process) == 1
     assert "2 crashes without a new checkpoint" in run.errors()
     process = run.run_command([*script, "--model=gpt2"])
@@ -134,11 +133,8 @@ def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TORCHRUN": str(tmp_path / "torchrun"),
-        "SLURM_JOB_ID": "7",
-    }
+    environment = {"TORCHRUN": str(tmp_path / "torchrun"), "SLURM_JOB_ID": "7"}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     process = run.run_command(["bash", str(SCRIPTS / "slurm.sh"), *run.argv()], **environment)
     assert run.end_of(process) == 0, run.errors()
     assert (tmp_path / "is_back").exists() == goes_back

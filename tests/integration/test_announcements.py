@@ -50,8 +50,7 @@ def assert_announced(lines: list[str], stretches: dict[str, str]) -> None:
 def test_each_measurement_is_announced(tmp_path):
     write_shards(tmp_path / "data", train=(1003,), val=(650,))
     write_items(tmp_path / "items.jsonl")
-    done = launch.train_in_forks(flags_of(tmp_path, "r"))
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks(flags_of(tmp_path, "r")))
     log = (tmp_path / "runs" / "r" / "log.txt").read_text()
     names = [line.split()[0] for line in done.stdout.splitlines()[:6]]
     assert names == ["run", "model", "data", "batch", "schedule", "forecast"]
@@ -67,8 +66,7 @@ def test_each_measurement_is_announced(tmp_path):
 def test_compiling_is_announced(tmp_path):
     write_shards(tmp_path / "data", train=(1003,), val=(650,))
     write_items(tmp_path / "items.jsonl")
-    done = launch.train(flags_of(tmp_path, "r", "--compile=on"))
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train(flags_of(tmp_path, "r", "--compile=on")))
     assert_announced(done.stdout.splitlines(), STRETCHES)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     flags = flags_of(tmp_path, "ddp", "--compile=on")

@@ -45,8 +45,7 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path):
         "assert set(gpt2lab.__all__) <= set(dir(gpt2lab)); "
         "gpt2lab.train, gpt2lab.load, gpt2lab.open_run; assert 'torch' not in sys.modules"
     )
-    done = run(tmp_path / "empty", "-c", code)
-    assert done.returncode == 0, done.stderr
+    launch.worked(run(tmp_path / "empty", "-c", code))
 
 
 def test_the_entry_points_do_not_hide_the_functions():

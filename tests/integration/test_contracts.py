@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import HANG_SECONDS, without_progress
+from launch import TO_ITS_END, without_progress
 from record_runs import differences
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -94,14 +94,8 @@ class Place:
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             **{name: str(self.folder / "xdg") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")},
         }
-        return subprocess.run(
-            [sys.executable, *words, *flags],
-            cwd=self.folder,
-            env=plain | own,
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-        )
+        command = [sys.executable, *words, *flags]
+        return subprocess.run(command, cwd=self.folder, env=plain | own, **TO_ITS_END)
 
     def done(self, program: str, *flags: str) -> str:
         answer = self.start(program, *flags)
@@ -121,9 +115,8 @@ def write_text(folder: Path) -> None:
     folder.mkdir()
     for index in range(2):
         documents = [" ".join(words[i] for i in rng.randint(0, 60, 40)) for _ in range(20)]
-        (folder / f"notes_{index}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in documents)
-        )
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        (folder / f"notes_{index}.jsonl").write_text(lines)
     (folder / "book.txt").write_text(" ".join(words[i] for i in rng.randint(0, 60, 400)))
 
 
@@ -195,9 +188,7 @@ def test_the_flags_of_every_program(golden, place):
         found = dict(zip(PROGRAMS, pool.map(ask, PROGRAMS), strict=True))
         within = found
         while within:
-            verbs = [
-                f"{name} {verb}" for name in within for verb in within[name].get("subcommands", [])
-            ]
+            verbs = [f"{name} {v}" for name in within for v in within[name].get("subcommands", [])]
             within = dict(zip(verbs, pool.map(ask, verbs), strict=True))
             found |= within
     assert sum(len(help["flags"]) for help in found.values()) > 300  # the help was really read
@@ -279,11 +270,8 @@ def without_machines_own(tree: Any, where: str = "") -> Any:
 
 
 def test_the_keys_of_every_json_answer(golden, place):
-    names = [
-        name
-        for name in JSON_ANSWERS
-        if name != "export" or importlib.util.find_spec("transformers") is not None
-    ]
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    names = [name for name in JSON_ANSWERS if name != "export" or has_transformers]
 
     def ask(name: str) -> Any:
         answer = place.start(*JSON_ANSWERS[name], "--json")

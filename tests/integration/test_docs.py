@@ -110,9 +110,8 @@ def commands(text: str) -> list[list[str]]:
     """Return the words of every command line in a page's blocks and in its sentences."""
     blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.S))
     lines = blocks.replace("\\\n", " ").splitlines()
-    lines += re.findall(
-        r"`((?:python|torchrun|gpt2lab) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
-    )
+    plain = re.sub(r"```.*?```", "", text, flags=re.S)
+    lines += re.findall(r"`((?:python|torchrun|gpt2lab) [^`]+)`", plain)
     starts = ("python ", "torchrun ", "gpt2lab ")
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
@@ -131,9 +130,8 @@ def flags_of(verb: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
         main([*verb.split(), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
     # These hand others to the trainer.
-    return shown | (
-        set(LEAVES) if verb in ("ablate", "runs import", "runs resume-command") else set()
-    )
+    has_all = verb in ("ablate", "runs import", "runs resume-command")
+    return shown | (set(LEAVES) if has_all else set())
 
 
 def verb_of(words: list[str]) -> str | None:
@@ -188,6 +186,5 @@ def test_the_picture_of_speeds_repeats_the_table():
         **{"nanoGPT, fp32": "nanoGPT", "Hugging Face, fp32": "Hugging Face"},
     }
     for column, speeds in enumerate(drawn["tokens_per_second"].values()):
-        assert {name: rows[names[name]][column] for name in speeds} == {
-            name: str(speed) for name, speed in speeds.items()
-        }
+        found = {name: rows[names[name]][column] for name in speeds}
+        assert found == {name: str(speed) for name, speed in speeds.items()}

@@ -43,11 +43,9 @@ def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path):
     write_jsonl(tmp_path / "texts" / "b.jsonl", near + junk)
     done = run_example("texts", "work", "--out=data", "--val_tokens=500", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    kept = [
-        json.loads(line)["text"]
-        for path in (tmp_path / "work" / "kept").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
+    files = (tmp_path / "work" / "kept").glob("*.jsonl")
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    kept = [json.loads(line)["text"] for line in lines]
     assert len(kept) == 40
     assert all((text in kept) != (copy in kept) for text, copy in zip(stories, near, strict=False))
     assert set(stories[10:]) < set(kept)

@@ -55,10 +55,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 )  # TensorBoard runs on, as it should
 @pytest.mark.parametrize("tokenizer", ["bytes", "characters.json"])
 def test_every_command_that_a_run_tells_works(folder, tokenizer):
-    characters = {
-        "characters": "".join(sorted(set(TEXT + "0123456789"))),
-        "end_of_text": "<|endoftext|>",
-    }
+    letters = "".join(sorted(set(TEXT + "0123456789")))
+    characters = {"characters": letters, "end_of_text": "<|endoftext|>"}
     (folder / "characters.json").write_text(json.dumps(characters))
     prepared = run(("prepare", "text.txt", "--tokenizer", tokenizer), folder)
     (first,) = hints(prepared.stdout)
@@ -144,9 +142,7 @@ def documented() -> list[list[str]]:
         blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S)
         lines = "".join(blocks).replace("\\\n", " ").splitlines()
         if page.stem != "getting_started":
-            found += [
-                one for one in lines if one.startswith("gpt2lab ") and not ELSEWHERE.search(one)
-            ]
+            found += [x for x in lines if x.startswith("gpt2lab ") and not ELSEWHERE.search(x)]
     words = [shlex.split(line, comments=True)[1:] for line in found]
     return list({frozenset(one): one for one in words}.values())
 

@@ -59,8 +59,7 @@ def train(data: Path, runs: Path, name: str, *more: str, world: int = 1) -> Path
     if world == 1:
         pretrain(parse(flags))
     else:
-        done = launch.train_in_forks(flags, world=world)
-        assert done.returncode == 0, done.stderr
+        launch.worked(launch.train_in_forks(flags, world=world))
     return runs / name
 
 
@@ -141,10 +140,8 @@ def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(data, t
     assert last(run, "resume")["level"] == "changed"
     assert hashes(run) == hashes(straight)
     with pytest.raises(ConfigError, match="--allow_change data "):  # 600 tokens are long past
-        train(
-            *(data, tmp_path, "run", "--resume=12", "--data_weights_at", "600:0,0,1"),
-            "--allow_change=data_weights_at",
-        )
+        more = ("--data_weights_at", "600:0,0,1", "--allow_change=data_weights_at")
+        train(data, tmp_path, "run", "--resume=12", *more)
 
 
 def test_events_tell_the_sources_apart(straight):
@@ -166,9 +163,8 @@ def test_the_headline_is_the_mean_by_the_first_weights(straight, data):
     event = last(straight, "eval")
     losses, errors = event["val_loss_by_source"], event["val_loss_se_by_source"]
     assert event["val_loss"] == pytest.approx(sum(WEIGHTS[n] * losses[n] for n in NAMES), rel=1e-12)
-    assert event["val_loss_se"] == pytest.approx(
-        math.hypot(*(WEIGHTS[n] * errors[n] for n in NAMES)), rel=1e-12
-    )
+    expected = math.hypot(*(WEIGHTS[n] * errors[n] for n in NAMES))
+    assert event["val_loss_se"] == pytest.approx(expected, rel=1e-12)
     assert event["val_tokens"] == 3 * 320
     found = launch.ask("evaluate.py", straight, "--json", folder=straight.parent)
     for name in ("val_loss", "val_loss_se", "val_loss_by_source", "val_loss_se_by_source"):

@@ -92,8 +92,7 @@ def test_every_number_is_the_trainers_to_the_bit(shape, shuffle, data, tmp_path,
 
     plain = ["--device=cpu", "--dtype=fp32", "--compile=off"]
     run = [f"--checkpoint_dir={tmp_path}", "--run_name=trainer", "--epoch_checkpoints=off"]
-    done = launch.call(launch.TRAIN, *flags, *plain, *run)
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.call(launch.TRAIN, *flags, *plain, *run))
     steps = launch.events(tmp_path / "trainer", "step")
     assert steps[-1]["epoch"] >= 1
     keys = ("step", "loss", "grad_norm", "lr")

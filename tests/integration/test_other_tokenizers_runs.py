@@ -130,8 +130,7 @@ def test_a_checkpoint_alone_samples_and_is_evaluated(made, tmp_path):
     folder, _ = made
     shutil.copytree(folder / "runs" / "a" / "step_00000004", tmp_path / "alone")
     words = ("--prompt=Document 1", "--max_new_tokens=9", "--seed=5")
-    alone = call("sample.py", tmp_path / "alone", *words)
-    assert alone.returncode == 0, alone.stderr
+    alone = launch.worked(call("sample.py", tmp_path / "alone", *words))
     assert alone.stdout == ask("sample.py", "a", *words, folder=folder)
     scores = ("--hellaswag", f"--hellaswag_path={folder / 'items.jsonl'}", "--json")
     found = ask("evaluate.py", str(tmp_path / "alone"), *scores, folder=folder)
@@ -217,10 +216,8 @@ def test_weights_are_not_used_on_other_ids(folder, tmp_path, begin):
         return
     flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag and "data" not in flag]
     flags = [*flags, f"--init_from={folder / 'runs' / 'a'}", f"--checkpoint_dir={tmp_path}"]
-    for data, problem in (
-        ("bytes", "they would decode to other text"),
-        ("gpt2", "another tokenizer?"),
-    ):
+    problems = {"bytes": "they would decode to other text", "gpt2": "another tokenizer?"}
+    for data, problem in problems.items():
         with pytest.raises(DataError, match=problem):
             pretrain(parse([*flags, f"--data_dir={folder / data}"]))
     assert list(tmp_path.iterdir()) == []
@@ -250,13 +247,8 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_pa
     pairs = [{"instruction": f"What is {n}?", "output": f"It is {n} foxes."} for n in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tune = [f"--init_from={tmp_path / 'base'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
-    pretrain(
-        parse(
-            [*common, *tune, "--mini_batch_size=1", "--total_batch_size=640", "--run_name=tuned"],
-            "finetune",
-        ),
-        recipe=FINETUNING,
-    )
+    tune += ["--mini_batch_size=1", "--total_batch_size=640", "--run_name=tuned"]
+    pretrain(parse([*common, *tune], "finetune"), recipe=FINETUNING)
     assert open_tokenizer(str(tmp_path / "tuned")) == tokenizer
     shown = describe_tokens(tmp_path / "tuned", tokens_of_step(tmp_path / "tuned", 1), as_text=True)
     assert "### Instruction:\nWhat is" in shown
@@ -265,8 +257,7 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_pa
     assert (ids[:, 0] == tokenizer.end_of_text).all()
     assert last(tmp_path / "tuned", "eval")["bits_per_byte"] > 0
     words = (f"--checkpoint_dir={tmp_path}", "--max_new_tokens=4")
-    done = call("chat", "tuned", *words, stdin="Hello\n")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(call("chat", "tuned", *words, stdin="Hello\n"))
     assert "warning" not in done.stderr
     out = tmp_path / "exported"
     assert call("export_hf.py", "tuned", f"--out={out}", words[0]).returncode == 0
@@ -316,8 +307,7 @@ def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(tmp_path, words, word
 def test_characters_and_a_single_file_are_written(tmp_path):
     write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
     for words in (("--kind=characters", "--out=letters"), ("--vocab_size=280", "--out=t.json")):
-        done = call("data tokenizer", "train", "corpus", *words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+        launch.worked(call("data tokenizer", "train", "corpus", *words, folder=tmp_path))
     assert open_tokenizer(str(tmp_path / "letters")) == characters_of(TEXT)
     assert open_tokenizer(str(tmp_path / "t.json")).size == 280
     shown = call("data tokenizer", "show", "gpt2", "t.json", "--end_token=a", folder=tmp_path)

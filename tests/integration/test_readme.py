@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ecosystem
-from launch import HANG_SECONDS, REPOSITORY, environment, events
+from launch import REPOSITORY, TO_ITS_END, environment, events
 from tiny import make_tokens
 
 SHRINK = (
@@ -116,26 +116,17 @@ def test_getting_started_runs_as_it_is_written(clone):
         printed = next((line for line in lines if line.startswith("train with: ")), printed)
     assert len(hashes) == 2
     assert len(set(hashes)) == 1
-    assert {event["attempt"] for event in events(clone / "checkpoints" / "killed", "step")} == {
-        1,
-        2,
-    }
+    steps = events(clone / "checkpoints" / "killed", "step")
+    assert {event["attempt"] for event in steps} == {1, 2}
     run_in(clone, f"{printed.removeprefix('train with: ')} --run_name printed")
     assert events(clone / "checkpoints" / "printed", "done")
 
 
 def run_in(clone: Path, block: str) -> str:
     """Run lines of bash, each of which must succeed, in the copy of the project; return what they print."""
-    path = os.pathsep.join(
-        [str(clone / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    )
-    done = subprocess.run(
-        ["bash", "-ec", block],
-        cwd=clone,
-        env=environment(PATH=path, PYTHONPATH=str(clone / "src")),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    places = [str(clone / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    path = os.pathsep.join(places)
+    env = environment(PATH=path, PYTHONPATH=str(clone / "src"))
+    done = subprocess.run(["bash", "-ec", block], cwd=clone, env=env, **TO_ITS_END)
     assert done.returncode == 0, f"{block}\n{done.stderr}"
     return done.stdout

@@ -26,6 +26,7 @@ T, S, LAST = 64, 8, 24
 SPIKE, BAD = 14, 108  # the poisoned window is sample 108, of step 14
 SWAPPED = 37  # number of the document that is another one
 FLIPPED = 12  # step of the checkpoint with another bit
+AS_LOGGED = ": batch, learning rate, loss and gradient norm are bitwise as logged"
 
 
 def document(number: int, topic: str = "river") -> str:
@@ -142,17 +143,12 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place):
         assert squares**0.5 == pytest.approx(event["grad_norm"], rel=1e-5)
         assert list(step["layers"]) == ["wte", "wpe", "blocks.0", "ln_f"]
     said = call("replay", place, "clean", "--steps=10:13")
-    assert (
-        "steps 9 to 13: batch, learning rate, loss and gradient norm are bitwise as logged" in said
-    )
+    assert f"steps 9 to 13{AS_LOGGED}" in said
 
 
 @pytest.mark.slow
 def test_a_compiled_run_is_replayed_compiled(own):
-    flags = [
-        flag for flag in flags_of(own, "compiled", "clean") if not flag.startswith("--compile=")
-    ]
-    pretrain(parse([*flags, "--compile=on", "--stop_after_steps=6"]))
+    train(own, "compiled", "clean", "--compile=on", "--stop_after_steps=6")
     for name in ("compiled", "clean"):  # compiling leaves nothing behind for the other
         assert "bitwise as logged" in call("replay", own, name, "--steps=5:6")
 
@@ -194,19 +190,11 @@ def test_a_document_is_left_out_wherever_it_is_a_target(place):
     number, end = 36, BYTES.end_of_text
     places = np.flatnonzero(ids == end)
     begin, stop = places[number - 1] + 1, places[number]  # and the end of text that ends it
-    count = [
-        int(
-            (
-                (np.arange(step * S * T, (step + 1) * S * T) + 1 >= begin)
-                & (np.arange(step * S * T, (step + 1) * S * T) + 1 <= stop)
-            ).sum()
-        )
-        for step in (12, 13, 14)
-    ]
+    targets = [range(before * S * T + 1, (before + 1) * S * T + 1) for before in (12, 13, 14)]
+    count = [len({*range(begin, stop + 1)} & {*of_step}) for of_step in targets]
     assert sum(count) == stop - begin + 1
-    found = call(
-        "replay", place, "clean", "--steps=13:15", f"--without_document={number}", "--json"
-    )
+    words = ("--steps=13:15", f"--without_document={number}", "--json")
+    found = call("replay", place, "clean", *words)
     assert [S * T - step["targets"] for step in found["steps"]] == count
 
 
@@ -252,11 +240,7 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     (own / "moved").unlink()
     here, other = (f"--data_dir={own / name}" for name in ("clean", "swapped"))
     for program, flag, says in (
-        (
-            "replay",
-            "--steps=9",
-            ": batch, learning rate, loss and gradient norm are bitwise as logged",
-        ),
+        ("replay", "--steps=9", AS_LOGGED),
         ("why-spike", "--step=9", ": as logged"),
     ):
         line = call(program, own, "mine", flag, code=2)
@@ -288,9 +272,8 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
 def test_a_step_that_is_not_as_logged_is_named(field, name, own):
     run = own / "runs" / "clean"
     value = launch.steps(run)[11][field]
-    launch.edit_step(
-        run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)}
-    )
+    other = "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)
+    launch.edit_step(run, 11, **{field: other})
     said = call("replay", own, "clean", "--steps=10:13", code=1)
     assert f"not as logged: step 11 is the first that differs, in its {name} (" in said
 
@@ -328,14 +311,9 @@ def test_the_poisoned_window_is_named_with_its_pattern(place):
     logged = launch.steps(place / "runs" / "poisoned")[SPIKE]
     assert (found["loss"], found["grad_norm"]) == (logged["loss"], logged["grad_norm"])
     # As a replay without the sample.
-    again = call(
-        "replay", place, "poisoned", f"--steps={SPIKE}", f"--without_sample={BAD}", "--json"
-    )["steps"][0]["replayed"]
-    assert found["without"][0] == {
-        "sample": BAD,
-        "loss": again["loss"],
-        "grad_norm": again["grad_norm"],
-    }
+    words = ("poisoned", f"--steps={SPIKE}", f"--without_sample={BAD}", "--json")
+    again = call("replay", place, *words)["steps"][0]["replayed"]
+    assert found["without"][0] == {"sample": BAD} | {n: again[n] for n in ("loss", "grad_norm")}
     number = int((np.load(next((place / "poisoned").glob("*train*.npy")))[: BAD * T] == 256).sum())
     assert found["samples"][str(BAD)]["documents"] == [number]
     assert f"without sample {BAD} (repetition of one token (id 120, 'x'), {T - 1} times" in said
@@ -365,10 +343,9 @@ def test_a_step_that_no_sample_broke_is_called_so(own):
     said = call("why-spike", own, "broken")
     assert "no sample of the step has a finite loss, so the weights" in said.splitlines()[-1]
     assert "nan" not in said
-    answers = [
-        launch.call(*words, "--json", f"--checkpoint_dir={own / 'runs'}").stdout
-        for words in (("why-spike", "broken"), ("replay", "broken", "--steps=5", "--layers"))
-    ]
+    wanted = (("why-spike", "broken"), ("replay", "broken", "--steps=5", "--layers"))
+    rest = ("--json", f"--checkpoint_dir={own / 'runs'}")
+    answers = [launch.call(*words, *rest).stdout for words in wanted]
     assert all("null" in answer and "NaN" not in answer for answer in answers)
 
 
@@ -406,9 +383,8 @@ def test_a_flipped_bit_is_named_by_its_tensor(own):
     found = differing(own, "flipped")
     assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED, "tensor", 0)
     ((_, text),) = found["differences"]
-    assert text.startswith(
-        "blocks.0.mlp.c_fc.weight: 1 of 4,096 values differ, the first at [2, 6]"
-    )
+    what = "1 of 4,096 values differ, the first at [2, 6]"
+    assert text.startswith(f"blocks.0.mlp.c_fc.weight: {what}")
 
 
 @pytest.mark.slow
@@ -417,16 +393,12 @@ def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
     run = own / "runs" / "flipped"
     flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=True)
-    pretrain(
-        parse([*flags_of(own, "flipped", "clean"), f"--resume={FLIPPED}", "--stop_after_steps=14"])
-    )
+    train(own, "flipped", "clean", f"--resume={FLIPPED}", "--stop_after_steps=14")
     shutil.rmtree(run / f"step_{FLIPPED:08d}")
     found = differing(own, "flipped")
     assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED + 1, "loss", 1)
-    assert (
-        "agrees with the log of A in step 13, so B is the one that went wrong"
-        in found["conclusion"][0]
-    )
+    why = "agrees with the log of A in step 13, so B is the one that went wrong"
+    assert why in found["conclusion"][0]
     # Without a common checkpoint both are replayed, and the first tensor before the step is named.
     for name, step in (("flipped", 4), ("clean", 8)):
         shutil.rmtree(own / "runs" / name / f"step_{step:08d}")
@@ -441,9 +413,8 @@ def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(o
     launch.edit_step(own / "runs" / "edited", 14, loss=1.0)
     found = differing(own, "edited")
     assert (found["step"], found["quantity"], found["replays"]) == (14, "loss", 0)
-    assert found["conclusion"] == [
-        "their checkpoints of step 16 are equal, every byte: only the logs differ"
-    ]
+    why = "their checkpoints of step 16 are equal, every byte: only the logs differ"
+    assert found["conclusion"] == [why]
 
 
 def test_a_changed_rate_is_named(own):
@@ -458,8 +429,7 @@ def test_a_changed_rate_is_named(own):
 def test_a_rate_changed_at_a_resume_is_named_at_its_step(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "later")
     words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
-    flags = [flag for flag in flags_of(own, "later", "clean") if "max_lr" not in flag]
-    pretrain(parse([*flags, *words]))
+    train(own, "later", "clean", *words)
     found = differing(own, "later")
     assert (found["step"], found["quantity"]) == (9, "setting")
     # Each side of the resume replays with its own rate; a range over it is rejected.
@@ -470,8 +440,8 @@ def test_a_rate_changed_at_a_resume_is_named_at_its_step(own):
 
 def test_a_floor_that_a_resume_kept_though_its_peak_moved_is_kept_in_a_replay(own):
     words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
-    flags = [flag for flag in flags_of(own, "clean", "clean") if "max_lr" not in flag]
-    pretrain(parse([*flags, *words, "--min_lr=0.001"]))  # what it was: a tenth of the peak before
+    # What it was: a tenth of the peak before.
+    train(own, "clean", "clean", *words, "--min_lr=0.001")
     assert "bitwise as logged" in call("replay", own, "clean", "--steps=10")
 
 
@@ -487,10 +457,8 @@ def test_another_number_of_threads_is_named(own, one_thread_again):
     train(own, "one", "clean", *wide)
     torch.set_num_threads(2)
     train(own, "two", "clean", *wide)
-    one, two = (
-        np.stack([log.column(name) for name in ("loss", "grad_norm")])
-        for log in (history.read_log(own / "runs" / name) for name in ("one", "two"))
-    )
+    logs = (history.read_log(own / "runs" / name) for name in ("one", "two"))
+    one, two = (np.stack([log.column(n) for n in ("loss", "grad_norm")]) for log in logs)
     unlike = np.flatnonzero((one != two).any(axis=0)) + 1
     done = launch.call("bisect", "one", "two", f"--checkpoint_dir={own / 'runs'}")
     assert "threads 1 and 2" in done.stdout
@@ -506,12 +474,8 @@ def test_another_number_of_threads_is_named(own, one_thread_again):
 def test_a_swapped_document_is_named(own):
     train(own, "swapped", "swapped", "--stop_after_steps=16")
     found = differing(own, "swapped")
-    texts_of = [
-        BYTES.decode(np.load(next((own / name).glob("*train*.npy"))).tolist()).split(
-            "<|endoftext|>"
-        )
-        for name in ("clean", "swapped")
-    ]
+    ids = [np.load(next((own / name).glob("*train*.npy"))) for name in ("clean", "swapped")]
+    texts_of = [BYTES.decode(one.tolist()).split("<|endoftext|>") for one in ids]
     numbers = [n for n, (x, y) in enumerate(zip(*texts_of, strict=True)) if x != y]
     assert len(numbers) == 1
     assert (found["quantity"], found["replays"]) == ("batch", 0)
@@ -528,12 +492,8 @@ def test_a_run_of_two_ranks_replays_within_rounding(own):
     assert "losses within 1e-5 and gradient norms within 1e-4" in said
     assert call("why-spike", own, "ranks", "--step=10").count("as logged") == 1
     # With exact reduction the order does not depend on the ranks.
-    assert (
-        launch.train_in_forks(
-            [*flags_of(own, "exact", "clean"), "--reduce=exact", "--stop_after_steps=8"], world=2
-        ).returncode
-        == 0
-    )
+    flags = [*flags_of(own, "exact", "clean"), "--reduce=exact", "--stop_after_steps=8"]
+    assert launch.train_in_forks(flags, world=2).returncode == 0
     assert "bitwise as logged" in call("replay", own, "exact", "--steps=6:8")
 
 

@@ -55,10 +55,8 @@ def windows_of(shard: int) -> np.ndarray:
 def hashes(order_of_epoch_1: tuple[int, ...]) -> dict[int, str]:
     shards = [*range(len(TRAIN_SHARDS)), *order_of_epoch_1]
     samples = np.concatenate([windows_of(shard) for shard in shards])
-    return {
-        n: hashlib.sha256(samples[(n - 1) * S : n * S].astype("<u2").tobytes()).hexdigest()
-        for n in range(1, LAST + 1)
-    }
+    batches = {n: samples[(n - 1) * S : n * S].astype("<u2") for n in range(1, LAST + 1)}
+    return {n: hashlib.sha256(batch.tobytes()).hexdigest() for n, batch in batches.items()}
 
 
 def test_batch_hash_is_the_sha256_of_the_windows_in_sample_order(straight):
@@ -127,9 +125,7 @@ def expected_checkpoints(run: Run, *, checkpoint_freq: int) -> list[tuple]:
 
 
 def test_checkpoints_are_those_due_the_best_ones_and_the_epochs_end(straight):
-    written = [
-        (event["step"], event["kind"], event["labels"]) for event in straight.events("checkpoint")
-    ]
+    written = [(e["step"], e["kind"], e["labels"]) for e in straight.events("checkpoint")]
     assert written == expected_checkpoints(straight, checkpoint_freq=5)
     assert {kind for _, kind, _ in written} == {"rolling", "best", "epoch", "final"}
 

@@ -81,9 +81,8 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(run, mo
     monkeypatch.setattr(os, "fsync", full)
     rejection = run.rejected("--max_steps=4", "--resume=latest")
     assert isinstance(rejection, SaveError)
-    assert (
-        str(rejection) == f"{run.path / file}: No space left on device; free space and start again"
-    )
+    said = "No space left on device; free space and start again"
+    assert str(rejection) == f"{run.path / file}: {said}"
     assert run.listing().keys() == before
     monkeypatch.undo()
     run.train("--max_steps=4", "--resume=latest")
@@ -115,13 +114,8 @@ def test_a_rejected_start_leaves_the_run_unlocked(run):
         warnings.simplefilter("error", ResourceWarning)
         run.train("--max_steps=2")
     with pytest.raises(NonFiniteError) as kept:
-        run.train(
-            "--resume=latest",
-            "--max_steps=3",
-            "--allow_change=max_steps,max_lr,min_lr",
-            "--max_lr=1e30",
-            "--min_lr=1e30",
-        )
+        more = ("--max_lr=1e30", "--min_lr=1e30", "--allow_change=max_steps,max_lr,min_lr")
+        run.train("--resume=latest", "--max_steps=3", *more)
     assert kept.value.__traceback__ is not None  # its frames are alive, the lock must not be
     run.train("--resume=latest", "--max_steps=4", "--allow_change=max_steps")
 

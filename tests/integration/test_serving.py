@@ -44,9 +44,8 @@ def test_openai_s_client_reads_every_kind_of_answer(client):
     assert client.models.retrieve("tuned").owned_by == "gpt2lab"
     asked = {"model": "tuned", "prompt": "Hello", "max_tokens": 12, "seed": 5}
     whole = client.completions.create(**asked)
-    parts = list(
-        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
+    usage = {"include_usage": True}
+    parts = list(client.completions.create(**asked, stream=True, stream_options=usage))
     assert "".join(one.choices[0].text for one in parts[:-1]) == whole.choices[0].text
     assert parts[-1].usage == whole.usage
     assert whole.usage.completion_tokens == 12
@@ -128,9 +127,8 @@ def test_a_browser_chats(address, client, tmp_path):
         page.press("Enter")
         page.wait("document.getElementById('send').textContent === 'Send'")
         messages = [{"role": "user", "content": "<b id=bad>Count 3</b>"}]
-        wanted = client.chat.completions.create(
-            model="tuned", messages=messages, seed=5, max_tokens=12
-        )
+        asked = {"model": "tuned", "messages": messages, "seed": 5, "max_tokens": 12}
+        wanted = client.chat.completions.create(**asked)
         assert page.evaluate(LAST) == wanted.choices[0].message.content
         assert page.evaluate("document.getElementById('bad')") is None
         page.picture(pictures / "dark.png")
@@ -143,10 +141,8 @@ def test_a_browser_chats(address, client, tmp_path):
         [rejected, *overflows] = page.errors
         assert "401" in rejected  # before the token was typed
         assert all("status of 400" in one for one in overflows)
-        assert {request.rpartition("/")[0] for request in page.requests} <= {
-            *(address, f"{address}/v1", f"{address}/v1/chat"),
-            "data:,".rpartition("/")[0],
-        }
+        places = {address, f"{address}/v1", f"{address}/v1/chat", "data:,".rpartition("/")[0]}
+        assert {request.rpartition("/")[0] for request in page.requests} <= places
 
 
 @browser.needs_browser

@@ -15,13 +15,9 @@ from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, wr
 from whole_run import Run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(map(shutil.which, PROGRAMS)) or os.geteuid() != 0,
-        reason="needs root and: apt-get install slurm-wlm munge",
-    ),
-]
+HAS_SLURM = all(map(shutil.which, PROGRAMS)) and os.geteuid() == 0
+WHY = "needs root and: apt-get install slurm-wlm munge"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_SLURM, reason=WHY)]
 CONF = """ClusterName=test
 SlurmctldHost={host}
 SlurmUser=root
@@ -96,10 +92,8 @@ def wait_for(env: dict[str, str], words: list[str], wanted: str) -> str:
 def submit(env: dict[str, str], script: str, folder: Path) -> str:
     path = folder / "job.sh"
     path.write_text(script + "\n")
-    done = subprocess.run(
-        ["sbatch", "--parsable", path], env=env, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["sbatch", "--parsable", path]
+    done = launch.worked(subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True))
     return done.stdout.strip()
 
 
@@ -111,9 +105,8 @@ def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
     monkeypatch.chdir(here)
     run = Run(tiny_data, here / "runs", "--max_steps=4000", "--checkpoint_freq=0", "--eval_freq=0")
     run.train("--stop_after_steps=2")
-    job = submit(
-        slurm, write(plan_continuation(ResumeCommand(str(run.path))), output="slurm"), here
-    )
+    plan = plan_continuation(ResumeCommand(str(run.path)))
+    job = submit(slurm, write(plan, output="slurm"), here)
     before = 2
     show = ["scontrol", "show", "job", job]
     for _ in range(launch.HANG_SECONDS):

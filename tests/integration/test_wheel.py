@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpt2lab
-from launch import HANG_SECONDS, REPOSITORY, steps
+from launch import REPOSITORY, TO_ITS_END, steps
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,7 @@ def installed(tmp_path_factory) -> Path:
 def run(command: list[str], folder: Path, **extra: str) -> str:
     """Run a program in a folder, with nothing of the checkout in its environment, and return what it printed."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=folder, env=plain | extra, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    done = subprocess.run(command, cwd=folder, env=plain | extra, **TO_ITS_END)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -68,9 +66,8 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed, tmp_path):
     assert gpt2lab("--help").startswith("gpt2lab ")
     where = "import gpt2lab.paths; print(gpt2lab.paths.IS_CHECKOUT)"
     assert run([str(installed / "python"), "-c", where], folder) == "False\n"
-    failed = subprocess.run(
-        [str(installed / "gpt2lab"), "train"], cwd=folder, capture_output=True, text=True
-    )
+    words = [str(installed / "gpt2lab"), "train"]
+    failed = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert "prepare one with: gpt2lab prepare python-stdlib" in failed.stderr
     gpt2lab("prepare", "python-stdlib")
     assert (folder / "data" / "python_stdlib" / "shards.json").is_file()
@@ -87,11 +84,8 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed, tmp_path):
     longer = ("--max_steps", "22", "--allow_change", "max_steps")
     command = gpt2lab("runs", "resume-command", "first", *longer)
     assert "-m gpt2lab.train" in command
-    plan = run(
-        ["bash", "-c", f"{command.strip()} --dry_run"],
-        folder,
-        PATH=f"{installed}{os.pathsep}{os.environ['PATH']}",
-    )
+    path = f"{installed}{os.pathsep}{os.environ['PATH']}"
+    plan = run(["bash", "-c", f"{command.strip()} --dry_run"], folder, PATH=path)
     assert "resumes from   step 20 (2 to go)" in plan
     assert {path.name for path in folder.iterdir()} == {"data", "checkpoints"}
     page = "import gpt2lab as g, pathlib; print((pathlib.Path(g.__file__).parent / 'serving/serve.html').read_text())"

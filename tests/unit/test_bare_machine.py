@@ -17,10 +17,8 @@ MODULES = {"rouge-score": "rouge_score", "moto[server]": "moto", "pytest-xdist":
 
 def run_with_few_packages(program: str) -> str:
     """Run Python code at the repository's root where all other required packages cannot be imported."""
-    lines = "".join(
-        (launch.REPOSITORY / name).read_text()
-        for name in ("requirements.txt", "requirements-plot.txt", "requirements-dev.txt")
-    )
+    files = [launch.REPOSITORY / f"requirements{name}.txt" for name in ("", "-plot", "-dev")]
+    lines = "".join(file.read_text() for file in files)
     named = set(re.findall(r"^([\w.-]+(?:\[\w+\])?)==", lines, re.MULTILINE))
     assert named > CARRIED
     hidden = {MODULES.get(name, name) for name in named - CARRIED - OF_TORCH}

@@ -61,8 +61,7 @@ def test_openmps_threads_spin_briefly_on_a_busy_machine(words, typed, tmp_path, 
     others = {name: value for name, value in os.environ.items() if name not in WAITING}
     # A rank begins with torch; a single process resolves its start first.
     environment = {**others, "PYTHONPATH": path, "RANK": "0", **typed}
-    done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=launch.REPOSITORY, capture_output=True
-    )
+    how = {"env": environment, "cwd": launch.REPOSITORY, "capture_output": True}
+    done = subprocess.run([sys.executable, *words], **how)
     expected = typed or {"GOMP_SPINCOUNT": SPIN_COUNT_BUSY}
     assert done.stdout.decode() == repr({name: expected.get(name) for name in WAITING}), done.stderr

@@ -34,18 +34,14 @@ WITHOUT_TORCH = [
     "commands.dry_run",
 ]
 # Their functions import torch when they are called, to build or to measure.
-LATE = {
-    *("planner.forecast", "training.resolve", "training.recipe", "finetuning.recipe"),
-    "commands.dry_run",
-}
+LATE = {"planner.forecast", "training.resolve", "training.recipe", "finetuning.recipe"}
+LATE.add("commands.dry_run")
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.
 COMPUTING = {"commands.preflight"}
 # What stands before the layers: the API, whose names are imported when they are used, and the entry points.
 ENTRANCES = {"", "__main__", "train", "finetune"}
-HEAVY = {
-    *("torch", "safetensors", "datasets", "huggingface_hub", "matplotlib", "transformers"),
-    "pandas",
-}
+HEAVY = {"torch", "safetensors", "datasets", "huggingface_hub", "matplotlib", "transformers"}
+HEAVY.add("pandas")
 
 
 def module_name(path: Path) -> str:

@@ -59,12 +59,8 @@ class Trained(modes.Trained):
         recompute: Any = "none",
         **more: Any,
     ) -> None:
-        system = SystemConfig(
-            dtype="bf16",
-            parallel="fsdp",
-            activation_checkpointing=recompute,
-            fsdp_param_dtype=param_dtype,
-        )
+        how = {"activation_checkpointing": recompute, "fsdp_param_dtype": param_dtype}
+        system = SystemConfig(dtype="bf16", parallel="fsdp", **how)
         super().__init__(runtime, system, OptimConfig(optimizer=optimizer), model=model, **more)
 
     def step(self, number: int, *, accumulation: int = 1, **how: Any) -> StepStats:

@@ -59,10 +59,9 @@ for config, B, A, dtype, optimizer in CASES:
             )
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
-            optimizers = strategy.shard_optimizer_state(
-                model,
-                build_optimizers(model, OptimConfig(optimizer=optimizer), device=runtime.device),
-            )
+            how = OptimConfig(optimizer=optimizer)
+            optimizers = build_optimizers(model, how, device=runtime.device)
+            optimizers = strategy.shard_optimizer_state(model, optimizers)
             ids = torch.zeros(A, B, config.context_length, dtype=torch.int64)
             micro = [MicroBatch(ids[i].clone(), ids[i], i, i == A - 1) for i in range(A)]
             batch = GlobalBatch(tuple(micro), 2 * ids.numel(), 0, 0, 2 * A * B, None, 0.0)

@@ -31,11 +31,8 @@ from gpt2lab.training.train_step import StepStats, is_finite, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
 CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
-OPTIM = {
-    "adamw": OptimConfig(weight_decay=0.5),
-    "muon": OptimConfig(weight_decay=0.5, optimizer="muon"),
-    "normuon": OptimConfig(weight_decay=0.5, optimizer="normuon"),
-}
+NAMES = ("adamw", "muon", "normuon")
+OPTIM = {name: OptimConfig(weight_decay=0.5, optimizer=name) for name in NAMES}
 
 
 class Trained:
@@ -106,11 +103,8 @@ class Trained:
         content = store.collect(self.model, self.optimizers, keep=self.runtime.rank == 0)
         if self.runtime.rank == 0:
             folder.mkdir()
-            drafted = store.draft(
-                folder,
-                **{"kind": "rolling", "state": TrainState(step), "rng_states": [], "facts": {}},
-                content=content,
-            )
+            what = {"kind": "rolling", "state": TrainState(step), "rng_states": [], "facts": {}}
+            drafted = store.draft(folder, content=content, **what)
             store.save(folder, drafted)
         else:
             assert not content.model
@@ -129,9 +123,8 @@ class Trained:
 
 def in_mode(runtime: Runtime, mode: str, optimizer: str, seed: int = 0) -> Trained:
     parallel, _, more = mode.partition(" ")
-    system = SystemConfig(
-        dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=more == "offloaded"
-    )
+    offloads = more == "offloaded"
+    system = SystemConfig(dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=offloads)
     scatters = more == "scattered"
     trained = Trained(runtime, system, OPTIM[optimizer], scatters=scatters, seed=seed)
     trained.strategy.warm_up_reducer(trained.wrapped, batch_size=1, context_length=2)
@@ -207,9 +200,8 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
 def check_traffic(trained: Trained, optimizer: str) -> None:
     """Compare what a step sends with what it must: each gradient to the rank that needs it, each new weight to all."""
     world = trained.runtime.world_size
-    padded = sum(
-        4 * world * math.ceil(len(p) / world) * p[0].numel() for p in trained.model.parameters()
-    )
+    sizes = ((len(p), p[0].numel()) for p in trained.model.parameters())
+    padded = sum(4 * world * math.ceil(rows / world) * each for rows, each in sizes)
     with Traffic() as traffic:
         trained.step(4)
     numbers = 4 + 8  # loss and norm

@@ -13,21 +13,18 @@ from benchmarks.cuda_codegen import report
 from gpt2lab.config.presets import preset
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import checkpoint_bytes
-from launch import HANG_SECONDS, REPOSITORY, call, environment, script
+from launch import HANG_SECONDS, REPOSITORY, call, environment, script, worked
 from ranks import run_ranks
 
 
 @pytest.mark.slow
 def test_preparation_and_loading_side_by_side(tmp_path):
     words = ["--megabytes", 2, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
-    code, said, error = script("benchmark", "data", *words)
-    assert code == 0, error
+    said = worked(script("benchmark", "data", *words)).stdout
     numbers = json.loads((tmp_path / "d.json").read_text())
     rates = numbers["preparation"]["tokens_per_second"]
-    assert set(rates) == {
-        "tiktoken, one thread",
-        *(f"{way}, {n} processes" for way in ("gpt2lab", "tutorial") for n in (1, 2)),
-    }
+    ways = {f"{way}, {n} processes" for way in ("gpt2lab", "tutorial") for n in (1, 2)}
+    assert set(rates) == {"tiktoken, one thread"} | ways
     for rate in rates.values():
         assert f"{rate['median']:,.0f}" in said
     assert numbers["preparation"]["times_tiktoken"]["tiktoken, one thread"] == 1
@@ -39,17 +36,14 @@ def test_parallel_modes_side_by_side(tmp_path, monkeypatch):
     """The ranks are forks; the test below starts them as torchrun does."""
 
     def measure(worker: Path, words: list[str], *, processes: int, threads: int) -> object:
-        done = run_ranks(
-            worker, words, world=processes, environment=environment(), seconds=HANG_SECONDS
-        )
-        assert done.returncode == 0, done.stderr
+        how = {"environment": environment(), "seconds": HANG_SECONDS}
+        done = worked(run_ranks(worker, words, world=processes, **how))
         return json.loads(done.stdout.partition("result ")[2].partition("\n")[0])
 
     monkeypatch.setattr(sharing, "run_worker", measure)
     words = ["--model", "gpt2-nano", "--micro_batch", 1, "--micro_steps", 2, "--steps", 1]
     words += ["--json", tmp_path / "p.json"]
-    code, said, error = call("benchmark", "parallel", *words)
-    assert code == 0, error
+    said = worked(call("benchmark", "parallel", *words)).stdout
     numbers = json.loads((tmp_path / "p.json").read_text())
     alone = numbers["alone"][0]["losses"]
     assert set(numbers["modes"]) == {"ddp", "zero1", "fsdp"}
@@ -66,12 +60,10 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path):
     words = [
         *("--layers", 1, 3, "--steps", 2, "--mode", "ddp", "zero1", "--json", tmp_path / "o.json"),
     ]
-    code, said, error = script("benchmark", "step-overhead", *words)
-    assert code == 0, error
+    said = worked(script("benchmark", "step-overhead", *words)).stdout
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert [(row["mode"], row["parameters"]) for row in rows] == [
-        (mode, 4 + 12 * layers) for layers in (1, 3) for mode in ("ddp", "zero1")
-    ]
+    modes = [(mode, 4 + 12 * layers) for layers in (1, 3) for mode in ("ddp", "zero1")]
+    assert [(row["mode"], row["parameters"]) for row in rows] == modes
     by_layers = [row["operators_after"] for row in rows if row["mode"] == "zero1"]
     assert by_layers[0] == by_layers[1]
     by_layers = [row["operators_before"] for row in rows if row["mode"] == "ddp"]
@@ -85,8 +77,7 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path):
 def test_saves_side_by_side(tmp_path):
     """Each way writes weights and both moments once, and nothing stays behind."""
     words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
-    code, said, error = script("benchmark", "save", *words, "--json", tmp_path / "s.json")
-    assert code == 0, error
+    said = worked(script("benchmark", "save", *words, "--json", tmp_path / "s.json")).stdout
     numbers = json.loads((tmp_path / "s.json").read_text())
     tensor_bytes = checkpoint_bytes(preset("gpt2-nano"))
     for way in ("gpt2lab", "gpt2lab, async", "torch.save", "torch.save, flushed"):

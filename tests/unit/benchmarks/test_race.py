@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from benchmarks.contestants import Contestant, Step
 from benchmarks.sizes import SIZES
 from fake_trainer import SMALL, entry_of, fake_trainer, place_in
 from gpt2lab.errors import CheckError, ConfigError
-from launch import HANG_SECONDS, call
+from launch import HANG_SECONDS, call, worked
 
 
 def _nanogpt(folder: Path) -> Path:
@@ -31,9 +30,8 @@ def _nanogpt(folder: Path) -> Path:
 
 def _predecessor(folder: Path, literal: str) -> Path:
     (folder / "src").mkdir(parents=True)
-    (folder / "src" / "train_improved.py").write_text(
-        f"class CheckpointManager: pass\n{literal}\nimport model"
-    )
+    source = f"class CheckpointManager: pass\n{literal}\nimport model"
+    (folder / "src" / "train_improved.py").write_text(source)
     return folder
 
 
@@ -65,10 +63,8 @@ def test_each_trainers_own_lines_are_read(tmp_path):
     ours = contestants.ours(place, size, dtype="auto")
     assert ours.read(place) == []
     (tmp_path / "run").mkdir()
-    events: list[dict[str, Any]] = [
-        {"event": "eval", "val_loss": 9},
-        {"event": "step", "loss": 5.401, "step_seconds": 0.4321, "data_wait_seconds": 0.01},
-    ]
+    step = {"loss": 5.401, "step_seconds": 0.4321, "data_wait_seconds": 0.01}
+    events = [{"event": "eval", "val_loss": 9}, {"event": "step", **step}]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / "run" / "metrics.jsonl").write_text(lines + '{"event": "st')
     assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
@@ -173,9 +169,8 @@ def test_memory_and_operators_of_any_training_script(tmp_path):
 def test_a_step_of_two_optimizers_is_one_step(tmp_path):
     """Muon trains with two; the peak is that of three steps, of which the third sees the first one's end."""
     text = TRAINING.replace("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n")
-    text = text.replace(
-        "while True:", "second, n = torch.optim.SGD(model.parameters()), 0\nwhile True:\n    n += 1"
-    )
+    begin = "second, n = torch.optim.SGD(model.parameters()), 0\nwhile True:\n    n += 1"
+    text = text.replace("while True:", begin)
     text += "    open(STEPS, 'w').write(str(n))\n"
     (tmp_path / "train.py").write_text(f"STEPS = {str(tmp_path / 'steps')!r}\n{text}")
     script = (str(tmp_path / "train.py"),)
@@ -216,18 +211,16 @@ def test_a_forecast_stands_beside_what_was_measured(tmp_path):
     (tmp_path / "run").mkdir()
     rate = {"value": 490e3, "low": 400e3, "high": 600e3, "source": "roofline-prior", "mfu": 0.4}
     memory = {"total": 50e9, "context": 1e9}
-    (tmp_path / "run" / "estimate.json").write_text(
-        json.dumps({"throughput": rate, "memory": memory})
-    )
+    estimate = {"throughput": rate, "memory": memory}
+    (tmp_path / "run" / "estimate.json").write_text(json.dumps(estimate))
     step = {"event": "step", "step_seconds": 1.0, "loss": 9.0, "data_wait_seconds": 0.0}
     lines = [{"event": "eval"}, *(step | {"peak_memory_bytes": peak} for peak in (47e9, 48e9))]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     found = contestants.forecast_of(ours)
     assert (found["peak_bytes"], found["actual_peak_bytes"]) == (49e9, 48e9)
-    said = (
+    assert contestants.describe_forecast(found) == (
         "predicted 490,000 (400,000 to 600,000, roofline-prior); peak memory 48 GB, predicted 49 GB"
     )
-    assert contestants.describe_forecast(found) == said
 
 
 def test_ours_runs_first_and_last_and_the_others_turn_around():
@@ -247,13 +240,9 @@ def test_a_ratio_within_the_noise_is_not_printed():
 
 
 def test_the_table_holds_the_medians_of_the_timed_steps():
-    ours, other = (
-        entry_of("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]),
-        entry_of("other", [0.4, 0.4, 0.5]),
-    )
-    rows = race.summarize(
-        [ours, other], matmul={"bf16": 1e9, "fp32": 1e9}, peak={"bf16": 2e9, "fp32": None}
-    )
+    entries = entry_of("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]), entry_of("other", [0.4, 0.4, 0.5])
+    ceilings = {"matmul": {"bf16": 1e9, "fp32": 1e9}, "peak": {"bf16": 2e9, "fp32": None}}
+    rows = race.summarize([*entries], **ceilings)
     assert rows[0]["tokens_per_second"] == pytest.approx(64 / 0.2)
     assert rows[0]["tokens_per_second_p10"] == pytest.approx(64 / 0.25)
     assert rows[1]["ours_is_times"] == {"ours": pytest.approx(2)}
@@ -353,8 +342,7 @@ def test_the_whole_comparison(tmp_path, monkeypatch):
     monkeypatch.setitem(SIZES, "tiny256", dataclasses.replace(SIZES["tiny256"], n_layer=1))
     words = ["--model", "tiny256", "--peer", "hf", "--steps", 2]
     words += ["--warmup", 1, "--memory", "--profile", "--json", tmp_path / "c.json"]
-    code, said, error = call("benchmark", "cpu", *words)
-    assert code == 0, error
+    said = worked(call("benchmark", "cpu", *words)).stdout
     found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
     assert [row["name"] for row in found["trainers"]] == ["ours", "hf"]
     forecast, none = (row["forecast"] for row in found["trainers"])

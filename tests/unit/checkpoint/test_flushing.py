@@ -33,12 +33,8 @@ def listen(monkeypatch) -> Listen:
     """Return a function that has flushes, renames and deletions of folders told before they happen."""
 
     def begin(hear: Callable[[str, Path], None]) -> None:
-        real: dict[str, Callable[..., Any]] = {
-            "fsync": os.fsync,
-            "rename": os.rename,
-            "replace": os.replace,
-            "rmtree": shutil.rmtree,
-        }
+        real: dict[str, Callable[..., Any]] = {"fsync": os.fsync, "rename": os.rename}
+        real |= {"replace": os.replace, "rmtree": shutil.rmtree}
 
         def told(name: str) -> Callable[..., Any]:
             def call(what: Any, *more: Any, **options: Any) -> Any:

@@ -80,10 +80,8 @@ def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
         written = text_of(content).encode()
         (folder / file).write_bytes(written)
         content = json.loads((folder / "manifest.json").read_text())
-        content["files"][file] = {
-            "bytes": len(written),
-            "sha256": hashlib.sha256(written).hexdigest(),
-        }
+        sha256 = hashlib.sha256(written).hexdigest()
+        content["files"][file] = {"bytes": len(written), "sha256": sha256}
     if file in ("manifest.json", "state.json"):
         if "manifest_sha256" in content:
             content["manifest_sha256"] = manifest._hash_of(content)
@@ -266,11 +264,8 @@ def hf(tmp_path) -> Path:
     folder.mkdir()
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": VOCAB}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    tensors = {
-        "wte.weight": np.zeros((VOCAB, 8), np.float32),
-        "wpe.weight": np.zeros((16, 8), np.float32),
-        "h.0.ln_1.bias": np.zeros(8, np.float32),
-    }
+    shapes = {"wte.weight": (VOCAB, 8), "wpe.weight": (16, 8), "h.0.ln_1.bias": 8}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -183,9 +183,8 @@ def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatc
     run.train("--async_checkpoint=on", "--max_steps=2", "--eval_freq=0", "--checkpoint_freq=1")
     assert list(run.checkpoints()) == [1, 2]
     told = [event["message"] for event in run.events("warning") if "asynch" in event["message"]]
-    assert told == [
-        "no asynchronous checkpoints, training waits: [Errno 12] Cannot allocate memory"
-    ]
+    (told,) = told
+    assert told.endswith("checkpoints, training waits: [Errno 12] Cannot allocate memory")
 
 
 def test_a_save_that_fails_in_the_writer_is_a_warning(run, monkeypatch):

@@ -8,6 +8,7 @@ The full lines are in `tests/golden/messages.json`. To record a new wording:
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import safetensors.torch
 
 import launch
-from corpora import TEXTS, run_prepare, write_jsonl
+from corpora import TEXTS, run_prepare, snapshot, write_jsonl
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.config.schema import Config
@@ -53,12 +54,8 @@ class Place:
 
     def checkpoint(self, step: int, **changes: object) -> None:
         """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
-        settings = {
-            "data_dir": str(self.data),
-            "checkpoint_dir": str(self.runs),
-            **SAVED,
-            **changes,
-        }
+        place = {"data_dir": str(self.data), "checkpoint_dir": str(self.runs)}
+        settings = {**place, **SAVED, **changes}
         config = override(Config(), settings)
         weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
         facts = {
@@ -112,6 +109,7 @@ def _other_data(place: Place) -> None:
     place.shard(np.zeros(400, dtype=np.uint16))
 
 
+AT_STEP_5 = methodcaller("checkpoint", 5)
 CASES = {
     # data
     "data folder missing": Case(["--data_dir=nowhere"]),
@@ -143,9 +141,7 @@ CASES = {
     "ranks for a list": Case(["--gpus=2", "--list_checkpoints"]),
     "a batch that ranks cannot share": Case(["--gpus=3"]),
     "fsdp for one process": Case(["--parallel=fsdp"]),
-    "zero1 for one process": Case(
-        ["--parallel=zero1", "--resume=latest"], lambda p: p.checkpoint(5)
-    ),
+    "zero1 for one process": Case(["--parallel=zero1", "--resume=latest"], AT_STEP_5),
     "unknown way to share": Case(["--parallel=zero3"]),
     "exact sums under fsdp": Case(["--parallel=fsdp", "--reduce=exact"]),
     "offload without fsdp": Case(["--fsdp_offload"]),
@@ -158,23 +154,19 @@ CASES = {
     "stop before the first step": Case(["--stop_after_steps=0"]),
     # checkpoints
     "file where the runs should go": Case([], _file_in_the_way),
-    "run exists already": Case([], lambda p: p.checkpoint(5)),
+    "run exists already": Case([], AT_STEP_5),
     "auto without a name": Case(["--resume=auto"], flags=NAMELESS),
     "latest of a run without checkpoints": Case(["--resume=latest"]),
     "latest of no run": Case(["--resume=latest"], flags=NAMELESS),
     "best of none": Case(["--resume=best"]),
-    "step that is not there": Case(["--resume=7"], lambda p: p.checkpoint(5)),
-    "folder of a run": Case(["--resume=runs/r"], lambda p: p.checkpoint(5), flags=NAMELESS),
+    "step that is not there": Case(["--resume=7"], AT_STEP_5),
+    "folder of a run": Case(["--resume=runs/r"], AT_STEP_5, flags=NAMELESS),
     "folder that is not there": Case(["--resume=runs/x/step_00000005"]),
     "step that is damaged": Case(["--resume=5"], _damage_checkpoint),
-    "stop at a step already done": Case(
-        ["--resume=latest", "--stop_after_steps=5"], lambda p: p.checkpoint(5)
-    ),
-    "another architecture": Case(["--resume=latest", "--n_layer=3"], lambda p: p.checkpoint(5)),
-    "another rate": Case(["--resume=latest", "--max_lr=0.5"], lambda p: p.checkpoint(5)),
-    "a longer run": Case(
-        ["--resume=latest", "--max_steps=30"], lambda p: p.checkpoint(5), flags=ENDLESS
-    ),
+    "stop at a step already done": Case(["--resume=latest", "--stop_after_steps=5"], AT_STEP_5),
+    "another architecture": Case(["--resume=latest", "--n_layer=3"], AT_STEP_5),
+    "another rate": Case(["--resume=latest", "--max_lr=0.5"], AT_STEP_5),
+    "a longer run": Case(["--resume=latest", "--max_steps=30"], AT_STEP_5, flags=ENDLESS),
     "other data": Case(["--resume=latest"], _other_data),
     "micro-batch under dropout": Case(
         ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"],
@@ -196,16 +188,7 @@ def _no_native_bf16(monkeypatch) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():
-        assert signal.getsignal(number) is handler, (
-            "a rejected start left its signal handler behind"
-        )
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
-        for path in folder.rglob("*")
-    }
+        assert signal.getsignal(number) is handler, "a rejected start left its signal handler"
 
 
 # A dry run says the same.
@@ -266,15 +249,13 @@ def test_a_verb_without_effect_is_rejected(place, argv):
 
 def test_another_batch_needs_the_length_in_steps(tmp_path, tiny_data):
     """An epoch of another batch has another number of steps, and the ones done count for more or less."""
-    flags = [
-        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--max_steps"))
-    ]
-    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--num_epochs=1"]
+    place = [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}"]
+    flags = [*ENDLESS, *place, "--num_epochs=1"]
     pretrain(parse([*flags, "--stop_after_steps=10"]))
     more = [*flags, "--resume=latest", "--total_batch_size=384"]
     with pytest.raises(GPT2LabError, match="--max_steps N"):
         pretrain(parse([*more, "--allow_change=total_batch_size"]))
-    more = [flag for flag in more if not flag.startswith("--num_epochs")]
+    more.remove("--num_epochs=1")
     pretrain(parse([*more, "--max_steps=12", "--allow_change=total_batch_size,max_steps"]))
     steps = launch.steps(tmp_path / "r")
     assert [steps[step]["tokens"] for step in (10, 11, 12)] == [1280, 1664, 2048]
@@ -307,9 +288,7 @@ def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path):
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
-    flags = [
-        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--vocab_size"))
-    ]
+    flags = [flag for flag in FLAGS if not flag.startswith("--vocab_size")]
     flags += [f"--data_dir={tmp_path / 'out'}", f"--checkpoint_dir={tmp_path / 'runs'}"]
     with pytest.raises(DataError, match=path.name):
         pretrain(parse(flags))

@@ -106,10 +106,8 @@ def test_stats_are_those_of_the_text(many):
     lengths = [len(gpt2_encoding().encode_ordinary(text)) + 1 for text in TEXTS * 8]
     assert stats["train"].tokens + stats["val"].tokens == sum(lengths)
     assert sorted([*stats["train"].lengths, *stats["val"].lengths]) == sorted(lengths)
-    found = [stats[split].text_bytes for split in ("train", "val")]
-    assert sum(number for number in found if number is not None) == sum(
-        len(text.encode()) for text in TEXTS * 8
-    )
+    found = stats["train"].text_bytes + stats["val"].text_bytes
+    assert found == sum(len(text.encode()) for text in TEXTS * 8)
     code, said, _ = data("stats", many)
     assert code == 0
     assert f"{stats['train'].tokens:,}" in said
@@ -137,9 +135,8 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):
 def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
     folder.mkdir()
     for split, size in (("train", 3000), ("val", 700)):
-        np.random.RandomState(size).randint(0, largest, size).astype("<u2").tofile(
-            folder / f"{split}.bin"
-        )
+        ids = np.random.RandomState(size).randint(0, largest, size).astype("<u2")
+        ids.tofile(folder / f"{split}.bin")
     return folder
 
 
@@ -149,8 +146,7 @@ def test_nanogpts_files_train_as_they_are(tmp_path, tiny_flags):
     import_folder(folder)
     after = snapshot(folder)
     assert {name: after[name] for name in before} == before
-    flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
-    pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
+    pretrain(parse([*tiny_flags, f"--data_dir={folder}", "--max_steps=3"]))
     tokens = tokens_of_step(tmp_path / "runs" / "tiny", 2)
     raw = np.fromfile(folder / "train.bin", "<u2")
     first = tokens.first_sample * CONTEXT
@@ -203,8 +199,7 @@ def test_show_text_is_the_text_that_was_prepared(prepared, tmp_path):
 
 def test_show_rejects_what_it_cannot_prove(tmp_path, tiny_flags):
     folder = write_shards(tmp_path / "data", train=(1000, 900), val=(300,))
-    flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
-    pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
+    pretrain(parse([*tiny_flags, f"--data_dir={folder}", "--max_steps=3"]))
     run_dir = tmp_path / "runs" / "tiny"
     with pytest.raises(ConfigError, match="no step 4; it has steps 1 to 3"):
         tokens_of_step(run_dir, 4)

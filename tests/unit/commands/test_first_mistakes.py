@@ -93,9 +93,8 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monke
 # -- before torch ----------------------------------------------------------------------------------------------------
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
-)
+has_lm_eval = importlib.util.find_spec("lm_eval") is not None
+needs_lm_eval = pytest.mark.skipif(not has_lm_eval, reason="lm-eval is not installed")
 _TELLS_OF_TORCH = """
 import atexit, sys
 atexit.register(lambda: print("torch" in sys.modules))
@@ -144,8 +143,7 @@ def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(flags, plac
 
 def test_a_dry_run_compares_the_memory_with_what_is_free(flags, monkeypatch):
     def memory(*more: str) -> str:
-        done = call(TRAIN, *flags, "--run_name=other", "--dry_run", *more)
-        assert done.returncode == 0, done.stderr
+        done = launch.worked(call(TRAIN, *flags, "--run_name=other", "--dry_run", *more))
         (line,) = [one for one in done.stdout.splitlines() if one.startswith("memory ")]
         return line
 
@@ -329,8 +327,7 @@ def test_a_name_on_the_hub_fails_fast_offline(script, words):
 def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
     source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(lines)])
     for _ in range(2):  # new, and already prepared
-        done = call("prepare_data.py", source, "--out", tmp_path / "a b")
-        assert done.returncode == 0, done.stderr
+        done = launch.worked(call("prepare_data.py", source, "--out", tmp_path / "a b"))
         head, last = done.stdout.splitlines()[-1].split(": ", 1)
         assert head == "train with"
     words = shlex.split(last)
@@ -388,11 +385,8 @@ def test_status_shows_runs_whose_files_are_missing_or_damaged(place):
     shutil.copytree(runs / "tiny", runs / "torn")
     (runs / "torn" / "status.json").write_text('{"state": "compl')
     found = {run["run_name"]: run for run in ask("status", "--json", folder=place)["runs"]}
-    assert {name: run["state"] for name, run in found.items()} == {
-        "tiny": "completed",
-        "no_settings": "completed",
-        "torn": "unknown",
-    }
+    states = {name: run["state"] for name, run in found.items()}
+    assert states == {"tiny": "completed", "no_settings": "completed", "torn": "unknown"}
     assert found["no_settings"]["problem"].startswith("config.json is missing")
     assert found["torn"]["problem"].startswith("status.json is missing or damaged")
     assert (found["torn"]["step"], found["torn"]["last_step"]) == (4, 4)
@@ -423,9 +417,8 @@ def test_rm_asks_first_and_names_what_would_go(place):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "2 checkpoints up to step 4, " in done.stdout
     assert ", labels best" in done.stdout
-    assert done.stderr == (
-        "error: stdin is not a terminal, so nothing was asked or changed; add --yes\n"
-    )
+    line = "error: stdin is not a terminal, so nothing was asked or changed; add --yes\n"
+    assert done.stderr == line
     assert run_dir.is_dir()
     assert runs_command(place, "rm", "tiny", "--yes").returncode == 0
     assert not [path for path in (place / "runs").iterdir() if path.is_dir()]
@@ -433,8 +426,7 @@ def test_rm_asks_first_and_names_what_would_go(place):
 
 def test_rm_of_a_checkpoint_takes_its_labels_along(place):
     run_dir = place / "runs" / "tiny"
-    done = runs_command(place, "rm", "tiny/step_00000004", "--yes")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(runs_command(place, "rm", "tiny/step_00000004", "--yes"))
     assert "labelled best" in done.stdout
     assert "1 checkpoint up to step 2, " in runs_command(place, "rm", "tiny").stdout
     assert sorted(path.name for path in run_dir.glob("step_*")) == ["step_00000002"]
@@ -508,10 +500,8 @@ def test_a_link_to_a_run_is_named_and_left(place, verb):
     folder = place / "runs" / "tiny"
     (place / "runs" / "link").symlink_to(folder)
     line = line_of(runs_command(place, verb, "link", "--yes"))
-    assert line == (
-        f"error: {place / 'runs' / 'link'}: a link to {folder}; name that folder, "
-        "and remove the link"
-    )
+    said = f"{place / 'runs' / 'link'}: a link to {folder}; name that folder, and remove the link"
+    assert line == f"error: {said}"
     assert (place / "runs" / "link" / "step_00000004").is_dir()
 
 

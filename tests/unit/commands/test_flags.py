@@ -59,9 +59,8 @@ def describe_flags() -> str:
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
             policy = leaf.metadata.get("policy", "action")
             help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
-            blocks.append(
-                f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]\n{help}\n"
-            )
+            head = f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]"
+            blocks.append(f"{head}\n{help}\n")
     return "\n".join(blocks)
 
 
@@ -70,11 +69,8 @@ _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "
 
 def test_the_flags_are_those_that_the_golden_file_holds():
     golden, now = GOLDEN.read_text(), describe_flags()
-    changes = "\n".join(
-        difflib.unified_diff(
-            golden.splitlines(), now.splitlines(), "golden", "now", lineterm="", n=1
-        )
-    )
+    lines = (golden.splitlines(), now.splitlines(), "golden", "now")
+    changes = "\n".join(difflib.unified_diff(*lines, lineterm="", n=1))
     assert golden == now, (
         "Flags, types, defaults, policies and help are a contract with scripts and saved runs.\n"
         "If this change is meant, run `python tests/unit/commands/test_flags.py` and commit tests/golden/flags.txt"
@@ -151,9 +147,8 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     assert to_flat(over)["max_lr"] == rate("--model=gpt2-mini")
     asked = settings_of(EstimateRequest(model="modern-micro", optimizer="adamw"))
     assert learning_rates(asked)["reference_rate"] == asked.optim.max_lr == theirs
-    rows = {
-        name: differs for name, _, _, differs in report._settings(asked, frozenset({"optimizer"}))
-    }
+    settings = report._settings(asked, frozenset({"optimizer"}))
+    rows = {name: differs for name, _, _, differs in settings}
     assert (rows["optimizer"], rows["max_lr"], rows["muon_lr"]) == (True, False, False)
 
 

@@ -21,12 +21,8 @@ PIECES = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9, "typ
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 LONG_PREFIX = {"continuing_subword_prefix": "#" * 9, "merges": [["a", "b"]]}
 CASES: dict[str, dict[str, Any]] = {
-    "panics when opened": {
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-    },
-    "aborts when opened": {
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/" * 16},
-    },
+    "panics when opened": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "aborts when opened": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/" * 16}},
     "panics in its merges": {"model": GOOD["model"] | LONG_PREFIX},
     "panics when it encodes": {"normalizer": {"type": "Prepend", "prepend": ""}},
     "panics when it decodes": {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import HANG_SECONDS, REPOSITORY
+from launch import REPOSITORY, TO_ITS_END, worked
 
 # Target -> what its last line must hold, for GPUS=1 RUN=x. Those of the daily verbs, and the others.
 LINES = {
@@ -46,15 +46,12 @@ def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[
     command = ["make", "-n", "--no-print-directory", *words]
     # Not the variables of a make that runs these tests.
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    return subprocess.run(
-        command, cwd=folder, env=own, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    return subprocess.run(command, cwd=folder, env=own, **TO_ITS_END)
 
 
 @pytest.mark.parametrize("target", LINES)
 def test_a_target_is_a_thin_line_over_a_program_that_exists(target):
-    shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x", "FROM=y")
-    assert shown.returncode == 0, shown.stderr
+    shown = worked(make(target, "VENV=/nowhere", "GPUS=1", "RUN=x", "FROM=y"))
     line = shown.stdout.splitlines()[-1]
     assert line.startswith("/nowhere/bin/")
     assert LINES[target] in re.sub(r"\s+", " ", line)
@@ -64,9 +61,8 @@ def test_a_target_is_a_thin_line_over_a_program_that_exists(target):
 
 def test_every_target_is_in_the_help_and_in_this_test():
     text = (REPOSITORY / "Makefile").read_text()
-    targets = {
-        word for line in re.findall(r"^([a-z -]+):.*## ", text, re.M) for word in line.split()
-    }
+    lines = re.findall(r"^([a-z -]+):.*## ", text, re.M)
+    targets = {word for line in lines for word in line.split()}
     elsewhere = {"help", "install", "quickstart", "test-fast", "test-core", "lint", "clean"}
     elsewhere |= {
         "faults",
@@ -131,10 +127,7 @@ def test_clean_never_touches_data_or_checkpoints(tmp_path):
     for name in [*kept, *gone, "scripts/x.py", "tests/x.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    done = subprocess.run(
-        ["make", "clean"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+    worked(subprocess.run(["make", "clean"], cwd=tmp_path, **TO_ITS_END))
     assert all((tmp_path / name).exists() for name in kept)
     assert not any((tmp_path / name).exists() for name in gone)
 
@@ -157,9 +150,8 @@ def test_ci_runs_what_the_readme_begins_with():
 )
 def test_the_quickstart_ends_with_the_report_of_its_own_run(typed, prepares, trains):
     lines = make("quickstart", "GPUS=0", *typed).stdout.splitlines()
-    prepared, trained, reported = (
-        line for line in lines if "bin/gpt2lab" in line or "src/" in line
-    )
+    ours = [line for line in lines if "bin/gpt2lab" in line or "src/" in line]
+    prepared, trained, reported = ours
     assert prepared.endswith(f"gpt2lab prepare {prepares}")
     assert trains in trained
     name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)

@@ -10,7 +10,7 @@ import tiny
 from gpt2lab import paths
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.target import find_folder, find_run, full_name
-from launch import TRAIN, call, python
+from launch import TRAIN, call, python, worked
 
 # Every verb that takes a run; R stands for its name.
 VERBS = (
@@ -90,8 +90,7 @@ print(json.dumps([found, sorted({"torch", "huggingface_hub"} & sys.modules.keys(
 )
 def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder, name, candidates):
     lines = [[word.replace("R", name) for word in verb.split()] for verb in VERBS]
-    done = python("-c", ALL, json.dumps(lines), folder=folder)
-    assert done.returncode == 0, done.stderr
+    done = worked(python("-c", ALL, json.dumps(lines), folder=folder))
     found, imported = json.loads(done.stdout.splitlines()[-1])
     assert imported == []
     for words, (code, line) in found.items():

@@ -48,9 +48,8 @@ def test_no_room_for_a_library_is_one_line(folder):
     program += "sys.argv = sys.argv[1:]; sys.path.insert(0, 'scripts')\n"
     program += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = ["scripts/sample.py", str(folder / "runs" / "big"), "--prompt=hello"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", program, *words]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: out of memory: ")
     assert "Traceback" not in done.stderr

@@ -95,10 +95,8 @@ def test_a_run_by_another_run_s_settings_takes_the_vocabulary_of_its_own_data(ru
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
     run.train("--max_steps=2", "--vocab_size=50304")
-    begun = gpt2lab.train(
-        gpt2lab.open_run(run.path).config,
-        **{"data_dir": tmp_path / "data", "run_name": "b", "max_steps": 3, "sample_tokens": 4},
-    )
+    changes = {"data_dir": tmp_path / "data", "run_name": "b", "max_steps": 3, "sample_tokens": 4}
+    begun = gpt2lab.train(gpt2lab.open_run(run.path).config, **changes)
     assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
     assert begun.metrics("sample")
 

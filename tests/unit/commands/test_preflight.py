@@ -47,21 +47,18 @@ def failures(told: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_command_says_go_and_writes_nothing(run):
-    done = launch.call(launch.TRAIN, *run.flags, "--preflight")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.call(launch.TRAIN, *run.flags, "--preflight"))
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows] == [*NAMES, "GO:"]
     command = rows[-1].removeprefix("GO: ")
     assert command.endswith(" ".join(["src/train.py", *run.flags]))
     assert not run.path.parent.exists()
-    started = launch.call(launch.TRAIN, *command.split()[2:], "--stop_after_steps=1")
-    assert started.returncode == 0, started.stderr
+    launch.worked(launch.call(launch.TRAIN, *command.split()[2:], "--stop_after_steps=1"))
 
 
 @pytest.mark.slow
 def test_two_processes_time_the_network_and_name_torchruns_command(run):
-    done = launch.train([*run.flags, "--preflight", "--json"], world=2)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train([*run.flags, "--preflight", "--json"], world=2))
     told = json.loads(done.stdout)
     checks = {check["name"]: check for check in told["checks"]}
     assert list(checks) == [*NAMES[:6], "network", *NAMES[6:]]

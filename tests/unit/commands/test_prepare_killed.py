@@ -25,9 +25,8 @@ def start(source: Path, out: Path, *flags: str, fault: str | None = None) -> sub
     """Start the preparation as a user does."""
     command = [sys.executable, str(PREPARE), str(source), f"--out={out}", *flags]
     environment = {**os.environ, **({"FAULT": fault} if fault else {})}
-    return subprocess.Popen(
-        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
 
 
 def exit_code(process: subprocess.Popen[str]) -> int:

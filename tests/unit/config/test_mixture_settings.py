@@ -38,11 +38,8 @@ def problem(*argv: str) -> str:
 
 
 def test_one_folder_is_recorded_as_it_always_was(tmp_path):
-    assert recorded("--data_dir=d") == {
-        "data_dir": str(tmp_path / "d"),
-        "data_weights_at": None,
-        "max_source_epochs": None,
-    }
+    none = {"data_weights_at": None, "max_source_epochs": None}
+    assert recorded("--data_dir=d") == {"data_dir": str(tmp_path / "d"), **none}
 
 
 @pytest.mark.parametrize("name", ["d:2", "with space", "a:b:c"])
@@ -65,18 +62,15 @@ def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path):
     }
     sources = read_sources(override(Config(), found).data)
     assert sources.names == ("web", "code")
-    assert sources.phases == (
-        *(Phase(0, (0.7, 0.3)), Phase(900_000_000, (0, 1))),
-        Phase(1_000_000_000, (1, 1)),
-    )
+    later = (Phase(900_000_000, (0, 1)), Phase(1_000_000_000, (1, 1)))
+    assert sources.phases == (Phase(0, (0.7, 0.3)), *later)
     assert sources.max_epochs == (4, 2.5)
 
 
 def test_typing_what_a_run_has_is_no_change(tmp_path):
     saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).config
-    again = parse(
-        ["--data_dir", "a:0.70", f"{tmp_path}/b:3e-1", "--data_weights_at", "1000k:1,2.0"]
-    )
+    folders = ("--data_dir", "a:0.70", f"{tmp_path}/b:3e-1")
+    again = parse([*folders, "--data_weights_at", "1000k:1,2.0"])
     assert again.over(saved) == saved
     assert parse([]).over(saved) == saved
 

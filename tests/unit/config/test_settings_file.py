@@ -13,7 +13,7 @@ from gpt2lab.config.settings_file import make_request
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
-from launch import losses, train_in_forks
+from launch import losses, train_in_forks, worked
 from tiny import parse
 
 
@@ -102,8 +102,7 @@ def test_a_run_s_config_json_starts_an_equal_run(run, tmp_path):
     before = json.loads((run.path / "config.json").read_text())
     again = tmp_path / "again"
     flags = [f"--config={run.path / 'config.json'}", f"--checkpoint_dir={again}", "--run_name=b"]
-    done = train_in_forks(flags)
-    assert done.returncode == 0, done.stderr
+    worked(train_in_forks(flags))
     after = json.loads((again / "b" / "config.json").read_text())
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"checkpoint_dir", "run_name", "chosen"}

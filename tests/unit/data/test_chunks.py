@@ -27,11 +27,8 @@ def test_chunks_give_the_ids_of_the_full_text(text, length, block):
         texts = [text[i : i + block] for i in range(0, len(text), block)]
         found = list(cut(texts, where="here", cuts=GPT2.cuts))
     assert "".join(chunk.text for chunk in found) == text
-    assert (
-        [chunk.begins for chunk in found] == [True] + [False] * (len(found) - 1)
-        if text
-        else not found
-    )
+    begins = [chunk.begins for chunk in found]
+    assert begins == ([True] + [False] * (len(found) - 1) if text else [])
     whole = [END_OF_TEXT, *gpt2_encoding().encode_ordinary(text)] if text else []
     assert encode_chunks(found, GPT2).ids.tolist() == whole
 

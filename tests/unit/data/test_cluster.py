@@ -28,14 +28,8 @@ def address() -> Iterator[str]:
     """Return the address of a cluster on which group 1 waits before it is finished."""
     command = [sys.executable, str(launch.WORKERS / "ray_cluster.py")]
     environment = {**os.environ, "FAULT": "data.before_group:sleep3@1"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, text=True, env=environment, **pipes)
     yield process.stdout.readline().strip()
     process.communicate("", timeout=launch.HANG_SECONDS)
 
@@ -59,10 +53,8 @@ def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(address, tm
     killed: list[int] = []
     staging = tmp_path / "out.partial"
     threading.Thread(target=_kill_worker_of, args=(staging, killed), daemon=True).start()
-    code, said, error = launch.script(
-        "prepare_data.py", source, f"--out={tmp_path / 'out'}", f"--ray={address}", *FLAGS
-    )
-    assert code == 0, error
+    words = (source, f"--out={tmp_path / 'out'}", f"--ray={address}", *FLAGS)
+    said = launch.worked(launch.script("prepare_data.py", *words)).stdout
     assert "3,000 (" in said
     assert killed
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")
@@ -70,9 +62,8 @@ def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(address, tm
 
 def test_an_address_without_a_cluster_is_one_line(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
-    code, _, error = launch.call(
-        "prepare_data.py", source, f"--out={tmp_path / 'out'}", "--ray=127.0.0.1:1"
-    )
+    words = (source, f"--out={tmp_path / 'out'}", "--ray=127.0.0.1:1")
+    code, _, error = launch.call("prepare_data.py", *words)
     assert code == 2
     assert "error: --ray 127.0.0.1:1: no Ray cluster at this address (" in error
     assert not (tmp_path / "out").exists()

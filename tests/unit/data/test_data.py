@@ -219,12 +219,8 @@ def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path):
 
 
 def loader_over(data: TokenData, *, samples: int = 8, id_limit: int = VOCAB) -> Loader:
-    order = Order(
-        [shard.tokens for shard in data.splits["train"]],
-        context_length=CONTEXT,
-        shuffle="none",
-        seed=1,
-    )
+    tokens = [shard.tokens for shard in data.splits["train"]]
+    order = Order(tokens, context_length=CONTEXT, shuffle="none", seed=1)
     reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=id_limit)
     plan = BatchPlan(samples, samples, 1, 1, CONTEXT)
     return Loader(order, reader, plan, rank=0, device=torch.device("cpu"))

@@ -35,9 +35,8 @@ def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(tmp_path, shuffl
     ids = (np.arange(10_000_000) % 50257).astype(np.uint16)
     for split in ("train", "val"):
         np.save(tmp_path / f"big_{split}_000000.npy", ids)
-    loader = loader_over(
-        open_data(tmp_path, vocab_size=50304).splits["train"], samples=512, shuffle=shuffle
-    )
+    shards = open_data(tmp_path, vocab_size=50304).splits["train"]
+    loader = loader_over(shards, samples=512, shuffle=shuffle)
     loader.fetch(0)
     monkeypatch.setattr(os, "open", Mock(side_effect=AssertionError("opened a second time")))
     for number in range(1, 4):
@@ -98,8 +97,7 @@ def test_memory_is_flat_over_three_epochs(tmp_path):
         for index in range(count):
             ids = (np.arange(4_000_000) % 50257).astype(np.uint16)
             np.save(tmp_path / f"big_{split}_{index:06d}.npy", ids)
-    answer = launch.python(launch.WORKERS / "resident_bytes.py", tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    answer = launch.worked(launch.python(launch.WORKERS / "resident_bytes.py", tmp_path))
     first, *later = map(int, answer.stdout.split())
     assert max(later) - first < 8e6  # of 32 MB read per epoch
 
@@ -201,9 +199,7 @@ def test_a_stop_hashes_no_shard_that_changed_but_says_that_it_is_not_verified(
     os.utime(shard.path, (0, 0))
     hashed = []
     plain = Verifier._verify
-    monkeypatch.setattr(
-        Verifier, "_verify", lambda *args: (hashed.append(args[1]), plain(*args))[1]
-    )
+    monkeypatch.setattr(Verifier, "_verify", lambda *a: (hashed.append(a[1]), plain(*a))[1])
     assert verifier.unverified() == (shard.path.name,)
     assert not hashed
     verifier.wait()
@@ -221,18 +217,14 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     first, last = np.array([0]), np.array([90_000])
     assert reader.read(first, last).shape == (1, T + 1)
     reader.wait_until_verified()
-    for size in (
-        128 + 2 * 90_000 + 2 * T,
-        10_000,
-    ):  # bytes: one id of the window is missing, or all
+    for size in (128 + 2 * 90_000 + 2 * T, 10_000):  # bytes: one id of the window lacks, or all
         os.truncate(shard.path, size)
         assert reader.read(first, first).shape == (1, T + 1)
         with pytest.raises(DataError, match="ends within the window at token 90000"):
             reader.read(first, last)
     if verify:
-        with pytest.raises(
-            DataError, match=r"changed while training \(10000 bytes, 200128 before\)"
-        ):
+        said = r"changed while training \(10000 bytes, 200128 before\)"
+        with pytest.raises(DataError, match=said):
             reader.wait_until_verified()
     reader.close()
 

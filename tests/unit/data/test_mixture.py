@@ -48,10 +48,8 @@ def mixture(*phases: tuple[int, tuple[float, ...]]) -> Mixture:
 @pytest.fixture
 def folders(tmp_path) -> dict[str, Path]:
     """Return three folders of one shape, so that equal orders would show."""
-    return {
-        name: write_shards(tmp_path / name, train=(500, 700, 600, 800), val=(300,))
-        for name in "abc"
-    }
+    sizes = {"train": (500, 700, 600, 800), "val": (300,)}
+    return {name: write_shards(tmp_path / name, **sizes) for name in "abc"}
 
 
 def opened(*words: object, at: tuple[str, ...] = (), vocab_size: int = VOCAB) -> TokenData:
@@ -234,9 +232,8 @@ def test_other_tokenizers_do_not_mix(folders, tmp_path):
     for one, other in ("ab", "ca"):
         with pytest.raises(DataError, match=f"{folders[other].parent}"):
             opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)
-    assert isinstance(
-        opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384), mixing.MixedData
-    )
+    mixed = opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384)
+    assert isinstance(mixed, mixing.MixedData)
     for name in "bc":
         known = read_manifest(folders[name])
         (folders[name] / "shards.json").unlink()

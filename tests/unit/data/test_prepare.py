@@ -160,9 +160,8 @@ def test_equal_documents_are_never_on_both_sides(tmp_path):
 
 def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_path):
     texts = [f"{i} " + "word " * (40_000 if i % 10 == 3 else 100) for i in range(200)]
-    result = run_prepare(
-        write_jsonl(tmp_path / "c.jsonl", texts), tmp_path / "out", val_tokens=60_000
-    )
+    source = write_jsonl(tmp_path / "c.jsonl", texts)
+    result = run_prepare(source, tmp_path / "out", val_tokens=60_000)
     lengths = sorted(map(len, documents_of(tmp_path / "out", "val")))
     assert lengths[-1] == 60_000 // 12  # 2 %, if there were more documents to choose from
     back = result.manifest["split"]["held_back_tokens"]
@@ -176,9 +175,8 @@ def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path):
     write_jsonl(tmp_path / "s" / "a.jsonl", code)
     write_jsonl(tmp_path / "s" / "b.jsonl", web)
     for name, workers in (("one", 1), ("two", 2)):
-        run_prepare(
-            tmp_path / "s", tmp_path / name, group_bytes=8_000, num_workers=workers, shuffle=True
-        )
+        how = {"group_bytes": 8_000, "shuffle": True}
+        run_prepare(tmp_path / "s", tmp_path / name, num_workers=workers, **how)
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
     train, val = (documents_of(tmp_path / "one", split) for split in ("train", "val"))
     assert sorted([*train, *val]) == sorted(encoded([*code, *web]))
@@ -205,9 +203,8 @@ def test_everything_that_shards_json_says_is_true(prepared):
     manifest = json.loads((prepared / "shards.json").read_text())
     assert manifest["tokenizer"]["name"] == "gpt2"
     assert manifest["documents"] == len(TEXTS)
-    assert sorted(file["name"] for file in manifest["files"]) == sorted(
-        path.name for path in prepared.glob("*.npy")
-    )
+    names = sorted(path.name for path in prepared.glob("*.npy"))
+    assert sorted(file["name"] for file in manifest["files"]) == names
     for file in manifest["files"]:
         content = (prepared / file["name"]).read_bytes()
         tokens = np.load(prepared / file["name"])
@@ -285,11 +282,8 @@ def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_pat
     assert os.listdir(tmp_path) == ["texts"]
 
 
-BAD_PARQUET = {
-    "no column 'text'": {"content": TEXTS, "id": range(len(TEXTS))},
-    "int64": {"text": range(9)},
-    "Parquet": {"text": TEXTS},
-}
+BAD_PARQUET = {"int64": {"text": range(9)}, "Parquet": {"text": TEXTS}}
+BAD_PARQUET["no column 'text'"] = {"content": TEXTS, "id": range(len(TEXTS))}
 
 
 @pytest.mark.parametrize("says", BAD_PARQUET)

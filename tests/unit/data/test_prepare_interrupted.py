@@ -104,9 +104,8 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     for limit in (5000, 6000, 5500, 10**9):
         tokens.clear()
         if limit < 10**9:
-            with pytest.raises(
-                KeyboardInterrupt, match=r"\d of \d+ groups are kept in .*out.partial"
-            ):
+            kept = r"\d of \d+ groups are kept in .*out.partial"
+            with pytest.raises(KeyboardInterrupt, match=kept):
                 run_prepare(corpus, tmp_path / "out", **sizes)
             assert not (tmp_path / "out").exists()
             with pytest.raises(DataError, match="preparation is not finished; repeat its command"):
@@ -279,10 +278,7 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path):
     assert not (tmp_path / "out.partial").exists()
     result = run_prepare(folder, tmp_path / "out", skip_bad=True)
     assert result.manifest["left_out"] == {"bad": 4 + 1 + 1 + 1, "empty": 0}
-    found = {
-        *corpora.documents_of(tmp_path / "out", "train"),
-        *corpora.documents_of(tmp_path / "out", "val"),
-    }
+    found = {x for split in ("train", "val") for x in corpora.documents_of(tmp_path / "out", split)}
     assert found >= set(corpora.encoded(MANY[:200]))  # some of the truncated archive may follow
 
 
@@ -334,9 +330,8 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     text = "".join(MANY) * 60
     (tmp_path / "long.txt").write_text(text)
     assert len(text) > 2 * 2**20
-    result = run_prepare(
-        tmp_path / "long.txt", tmp_path / "out", shard_tokens=100_000, num_workers=2
-    )
+    how = {"shard_tokens": 100_000, "num_workers": 2}
+    result = run_prepare(tmp_path / "long.txt", tmp_path / "out", **how)
     assert result.total("documents") == 1
     found = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
     assert found == corpora.expected_stream([text])

@@ -51,8 +51,7 @@ def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     shape = ("--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--max_steps=2", "--compile=on")
     runs = [tiny_run(*shape, "--sample_freq=0") for _ in range(2)]
     for run in runs:
-        done = launch.train(run.flags)
-        assert done.returncode == 0, done.stderr
+        launch.worked(launch.train(run.flags))
     [first], [second] = (run.events("compile") for run in runs)
     assert first["graphs"] == second["graphs"] == 2
     assert (first["from_cache"], second["from_cache"]) == (0, 2)
@@ -76,13 +75,10 @@ def test_the_step_is_compiled_once(world, layers, evaluation, tmp_path):
     """
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     write_items(tmp_path / "items.jsonl", 5)
-    flags = [
-        *flags_of(tmp_path, "run", f"--n_layer={layers}", "--max_steps=6", "--compile=on"),
-        *("--sample_freq=2", "--sample_tokens=4"),
-    ]
+    more = ("--max_steps=6", "--compile=on", "--sample_freq=2", "--sample_tokens=4")
+    flags = flags_of(tmp_path, "run", f"--n_layer={layers}", *more)
     extra = {"COMPILE_EVALUATION": "1"} if evaluation == "compiled" else {}
-    done = launch.train_in_forks(flags, world=world, program=WORKER, **extra)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks(flags, world=world, program=WORKER, **extra))
     run = tmp_path / "runs" / "run"
     for kind in ("eval", "hellaswag", "sample"):
         assert {event["step"] for event in launch.events(run, kind)} >= {2, 4, 6}

@@ -161,9 +161,8 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     found = pretrain.check_attention(start, model, runtime)
     assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
     system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
-    config = dataclasses.replace(
-        start.config, system=system, tuning=TuningConfig(instructions="demo")
-    )
+    tuning = TuningConfig(instructions="demo")
+    config = dataclasses.replace(start.config, system=system, tuning=tuning)
     pretrain.check_attention(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]
 

@@ -27,13 +27,11 @@ def _steps(
     layers: int, *, compile: str, recompute: ActivationCheckpointing = "none", **options: Any
 ) -> tuple[list[float], GPT]:
     """Take three steps of two micro-batches; evaluate between them as the trainer does, uncompiled."""
-    config = ModelConfig(
-        n_layer=layers, n_head=2, n_embd=16, context_length=16, vocab_size=64, **options
-    )
+    shape = {"n_layer": layers, "n_head": 2, "n_embd": 16, "context_length": 16}
+    config = ModelConfig(**shape, vocab_size=64, **options)
     runtime = Runtime()
-    system = SystemConfig(
-        device="cpu", dtype="fp32", compile=compile, activation_checkpointing=recompute
-    )
+    how = {"compile": compile, "activation_checkpointing": recompute}
+    system = SystemConfig(device="cpu", dtype="fp32", **how)
     runtime.use(system)
     strategy = Strategy(runtime, system)
     model = build_model(config, seed=0, device=runtime.device)
@@ -43,14 +41,11 @@ def _steps(
     losses = []
     for _ in range(3):
         ids = torch.randint(0, 64, (2, 2, 17), generator=generator)
-        micro = tuple(
-            MicroBatch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), i, i == 1)
-            for i, x in enumerate(ids)
-        )
+        pairs = [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in ids]
+        micro = tuple(MicroBatch(*pair, i, i == 1) for i, pair in enumerate(pairs))
         batch = GlobalBatch(micro, 64, 0, 0, 4, None, 0.0)
-        done = train_step(
-            trained, optimizers, batch, 1e-2, strategy=strategy, grad_clip=1.0, seed=0
-        )
+        how = {"strategy": strategy, "grad_clip": 1.0, "seed": 0}
+        done = train_step(trained, optimizers, batch, 1e-2, **how)
         losses.append(done.loss)
         with torch.no_grad():
             model.hidden(ids[0, :1, :9])

@@ -150,8 +150,7 @@ def test_a_resume_in_the_same_mode_keeps_every_bit(mode, by_two, run):
 def test_gathering_in_bf16_changes_no_bit_of_a_step_and_halves_what_is_gathered(tmp_path):
     """With adapters, Muon and recomputation too; see workers/gathers.py for what is compared."""
     program = launch.WORKERS / "gathers.py"
-    done = launch.train_in_forks([str(tmp_path)], world=2, program=program)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks([str(tmp_path)], world=2, program=program))
     assert done.stdout.count("all compared") == 2
 
 
@@ -275,14 +274,10 @@ def test_ddp_clears_its_buckets_in_one_operator():
         dist.destroy_process_group()
 
 
-def backward(
-    recompute: ActivationCheckpointing, *, dropout: float, dtype: torch.dtype
-) -> list[Any]:
+def backward(recompute: ActivationCheckpointing, dropout: float, dtype: torch.dtype) -> list[Any]:
     """Return loss and gradients of one pass."""
-    config = ModelConfig(
-        n_layer=3, n_head=2, n_embd=64, context_length=32, vocab_size=64, dropout=dropout
-    )
-    model = build_model(config, seed=1, device=torch.device("cpu"))
+    shape = {"n_layer": 3, "n_head": 2, "n_embd": 64, "context_length": 32, "vocab_size": 64}
+    model = build_model(ModelConfig(**shape, dropout=dropout), seed=1, device=torch.device("cpu"))
     apply_activation_checkpointing(model, recompute)
     ids = torch.arange(128).view(4, 32) % 64
     torch.manual_seed(3)
@@ -296,7 +291,5 @@ def backward(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputing_changes_no_bit(recompute, dtype, dropout):
-    expected = backward("none", dropout=dropout, dtype=dtype)
-    found = backward(recompute, dropout=dropout, dtype=dtype)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    pairs = zip(backward(recompute, dropout, dtype), backward("none", dropout, dtype), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)

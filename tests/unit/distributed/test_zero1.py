@@ -40,9 +40,8 @@ class Sharded:
         self.plain = copy.deepcopy(self.model)
         strategy = Strategy(runtime, SystemConfig(dtype="fp32", parallel="zero1"))
         self.wrapped = strategy.prepare(self.model)
-        [self.optimizer] = strategy.shard_optimizer_state(
-            self.model, build_optimizers(self.model, OptimConfig(), device=CPU)
-        )
+        optimizers = build_optimizers(self.model, OptimConfig(), device=CPU)
+        [self.optimizer] = strategy.shard_optimizer_state(self.model, optimizers)
         [self.reference] = build_optimizers(self.plain, OptimConfig(), device=CPU)
         self.backward()
 
@@ -54,9 +53,8 @@ class Sharded:
             other.grad = parameter.grad.clone()
 
     def assert_as_plain(self) -> None:
-        for (name, parameter), other in zip(
-            self.model.named_parameters(), self.plain.parameters(), strict=True
-        ):
+        pairs = zip(self.model.named_parameters(), self.plain.parameters(), strict=True)
+        for (name, parameter), other in pairs:
             assert torch.equal(parameter, other), name
 
 

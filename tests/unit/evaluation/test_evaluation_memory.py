@@ -69,12 +69,8 @@ def validation(strategy, runtime, tmp_path) -> MeasuresLoss:
 
 @pytest.fixture
 def hellaswag(strategy, runtime, tmp_path) -> HellaSwag:
-    return HellaSwag(
-        load_questions(write_items(tmp_path / "items.jsonl", 40), GPT2),
-        context_length=T,
-        strategy=strategy,
-        runtime=runtime,
-    )
+    questions = load_questions(write_items(tmp_path / "items.jsonl", 40), GPT2)
+    return HellaSwag(questions, context_length=T, strategy=strategy, runtime=runtime)
 
 
 @pytest.mark.parametrize("name", ["validation", "hellaswag"])
@@ -138,11 +134,8 @@ def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
 
 def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations(runtime):
     runtime.is_distributed = True
-    cases = {
-        ("cpu", "on", "ddp"): False,
-        ("cuda", "on", "ddp"): True,
-        ("cuda", "on", "zero1"): True,
-    }
+    cases = {("cpu", "on", "ddp"): False}
+    cases |= {("cuda", "on", mode): True for mode in ("ddp", "zero1")}
     cases |= {("cuda", "off", "ddp"): False, ("cuda", "on", "fsdp"): False}
     for (device, compile, parallel), expected in cases.items():
         runtime.device = torch.device(device)

@@ -40,17 +40,17 @@ def folder(tmp_path_factory) -> Path:
 
 
 def completer(folder: Path, **style: Any) -> Completer:
-    return Completer(
-        "hf",
-        checkpoint_dir=folder,
-        device="cpu",
-        dtype="fp32",
-        style=SamplingParams(**{"max_new_tokens": 20, "seed": 1, **style}),
-    )
+    params = SamplingParams(**{"max_new_tokens": 20, "seed": 1, **style})
+    return Completer("hf", checkpoint_dir=folder, device="cpu", dtype="fp32", style=params)
 
 
 def model_of(folder: Path) -> GPT:
     return completer(folder).model
+
+
+def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) -> list[int]:
+    how = {"generators": [torch.Generator().manual_seed(seed)], "end_of_text": END_OF_TEXT}
+    return [id for (id,) in draw(model, prompt, **how, **settings)]
 
 
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
@@ -69,9 +69,8 @@ def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bo
 def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkeypatch):
     """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
     model, calls = model_of(folder), attention_calls(monkeypatch)
-    drawn = draw(
-        model, [1, 2, 3], max_new_tokens=4, generators=[torch.Generator()], end_of_text=END_OF_TEXT
-    )
+    how = {"generators": [torch.Generator()], "end_of_text": END_OF_TEXT}
+    drawn = draw(model, [1, 2, 3], max_new_tokens=4, **how)
     for _ in drawn:
         assert torch.backends.cuda.cudnn_sdp_enabled(), "the caller's own attention is left alone"
     layers = model.config.n_layer
@@ -79,12 +78,9 @@ def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkey
     calls.clear()
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
-    HellaSwag(
-        load_questions(write_items(tmp_path / "items.jsonl", 4), GPT2),
-        context_length=CONTEXT,
-        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        runtime=runtime,
-    ).measure(model)
+    questions = load_questions(write_items(tmp_path / "items.jsonl", 4), GPT2)
+    how = {"strategy": Strategy(runtime, SystemConfig(dtype="fp32")), "runtime": runtime}
+    HellaSwag(questions, context_length=CONTEXT, **how).measure(model)
     assert {call[1:] for call in calls} == {(True, False, False)}
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -115,16 +111,7 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     model = model_of(folder)
 
     def greedy(prompt: list[int], count: int) -> list[int]:
-        generators = [torch.Generator()]
-        more = draw(
-            model,
-            prompt,
-            max_new_tokens=count,
-            generators=generators,
-            temperature=0,
-            end_of_text=END_OF_TEXT,
-        )
-        return [drawn[0] for drawn in more]
+        return continued(model, prompt, max_new_tokens=count, temperature=0)
 
     prompt = list(range(40, 70))
     text = prompt + greedy(prompt, 40)
@@ -140,9 +127,8 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
 def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     prompt = completer(folder).encode("The ")
     three = list(completer(folder).complete(prompt, num_samples=3))
-    assert [found.text for found in three[:2]] == [
-        found.text for found in completer(folder).complete(prompt, num_samples=2)
-    ]
+    two = completer(folder).complete(prompt, num_samples=2)
+    assert [found.text for found in two] == [found.text for found in three[:2]]
     assert len({found.text for found in three}) == 3
     other = completer(folder, seed=2)
     assert next(other.complete(prompt)).text != three[0].text
@@ -198,9 +184,8 @@ def test_a_text_that_ended_does_not_end_the_others(folder, monkeypatch):
 
 
 def test_the_benchmark_times_both_ways():
-    found = compare_with_rerun(
-        model_name="gpt2-nano", tokens=64, rounds=2, device="cpu", dtype="fp32"
-    )
+    how = {"model_name": "gpt2-nano", "device": "cpu", "dtype": "fp32"}
+    found = compare_with_rerun(tokens=64, rounds=2, **how)
     assert len(found["ratios"]) == 2
     assert describe(found).startswith("gpt2-nano, 64 tokens: ")
 
@@ -211,9 +196,8 @@ def test_the_command_prints_prompt_and_text_and_the_speed(folder, monkeypatch):
     found = list(expected.complete(expected.encode("The "), num_samples=2))
     texts = [f"The {one.text}" for one in found]
     assert ask("sample.py", *argv, folder=folder) == f"{texts[0]}\n"
-    assert ask("sample.py", *argv, "--num_samples=2", folder=folder) == "".join(
-        f"{text}\n---\n" for text in texts
-    )
+    both = "".join(f"{text}\n---\n" for text in texts)
+    assert ask("sample.py", *argv, "--num_samples=2", folder=folder) == both
     assert expected.describe_speed().startswith("10 tokens in ")
     expected.style = SamplingParams(**{**vars(expected.style), "max_new_tokens": 60})
     next(expected.complete([1]))
@@ -224,10 +208,8 @@ def test_interactive_continues_line_by_line_and_survives_a_long_one(folder):
     lines = f"The\n{'word ' * 99}\nA\n\nnever read\n"
     argv = ("hf", "--interactive", "--max_new_tokens=4", "--temperature=0", "--device=cpu")
     greedy = completer(folder, max_new_tokens=4, temperature=0.0)
-    expected = [
-        f"{prompt}{next(greedy.complete(greedy.encode(prompt))).text}\n" for prompt in ("The", "A")
-    ]
-    assert ask("sample.py", *argv, folder=folder, stdin=lines) == "".join(expected)
+    the, a = (next(greedy.complete(greedy.encode(prompt))).text for prompt in ("The", "A"))
+    assert ask("sample.py", *argv, folder=folder, stdin=lines) == f"The{the}\nA{a}\n"
 
 
 def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
@@ -238,17 +220,14 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
     assert ask("sample.py", *argv, "--max_new_tokens=4", "--device=cpu", folder=folder) == ""
     with open(out, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
-    assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == [
-        (line, sample, prompt)
-        for line, prompt in enumerate(["The", "", in_one], start=1)
-        for sample in (0, 1)
-    ]
+    prompts = enumerate(["The", "", in_one], start=1)
+    wanted = [(line, sample, prompt) for line, prompt in prompts for sample in (0, 1)]
+    assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == wanted
     one = completer(folder, max_new_tokens=4, seed=1337)
     for number, prompt in enumerate(["The", "", in_one]):
         found = one.complete(one.encode(prompt), number=number, num_samples=2)
-        assert [text.text for text in found] == [
-            e["text"] for e in lines if e["line"] == number + 1
-        ]
+        texts = [e["text"] for e in lines if e["line"] == number + 1]
+        assert [text.text for text in found] == texts
     code, line = ask("sample.py", *argv, folder=folder)
     assert (code, "exists already" in line) == (2, True)
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.jsonl"}
@@ -295,22 +274,13 @@ def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_
         torch.manual_seed(global_seed)
         before = torch.get_rng_state()
         padded_model.train(training)
-        texts.append(
-            sample_text(padded_model, GPT2.encode("def "), GPT2, max_new_tokens=5, seed=seed)
-        )
+        how = {"max_new_tokens": 5, "seed": seed}
+        texts.append(sample_text(padded_model, GPT2.encode("def "), GPT2, **how))
         assert padded_model.training == training
         assert torch.equal(torch.get_rng_state(), before)
     padded_model.eval()
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("def ") for text in texts)
-
-
-def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) -> list[int]:
-    generators = [torch.Generator().manual_seed(seed)]
-    return [
-        id
-        for (id,) in draw(model, prompt, generators=generators, end_of_text=END_OF_TEXT, **settings)
-    ]
 
 
 def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch):
@@ -335,7 +305,5 @@ def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
     style = {"max_new_tokens": 4, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     generators = [torch.Generator().manual_seed(number) for number in range(3)]
     together = draw_each(padded_model, prompts, generators=generators, **style)
-    assert [list(ids) for ids in zip(*together, strict=True)] == [
-        continued(padded_model, prompt, seed=number, **style)
-        for number, prompt in enumerate(prompts)
-    ]
+    alone = [continued(padded_model, p, seed=n, **style) for n, p in enumerate(prompts)]
+    assert [list(ids) for ids in zip(*together, strict=True)] == alone

@@ -128,22 +128,19 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(model, tmp_pat
     for batch_tokens in (150, BATCH_TOKENS["cpu"], 10**9):
         other = measure(model, path, batch_tokens=batch_tokens)
         for style in STYLES:
-            np.testing.assert_allclose(
-                other.details[f"{style}_nats"], one_by_one.details[f"{style}_nats"], rtol=1e-6
-            )
+            found = [one.details[f"{style}_nats"] for one in (other, one_by_one)]
+            np.testing.assert_allclose(*found, rtol=1e-6)
         for name, right in one_by_one.per_unit.items():
             np.testing.assert_array_equal(other.per_unit[name], right)
 
 
 def test_batches_hold_each_row_once_and_do_not_waste(tmp_path):
-    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences[
-        "harness"
-    ]
+    path = write_items(tmp_path / "items.jsonl", count=40)
+    pieces = load_questions(path, GPT2).sequences["harness"]
     rows = make_rows(pieces, context_length=64)
     batches = cut_batches(rows, batch_tokens=300)
-    assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
-        range(160)
-    )
+    slots = sorted(slot for batch in batches for row in batch for slot in row.slots)
+    assert slots == list(range(160))
     assert all(len(batch) * len(batch[0]) <= 300 for batch in batches)
     assert all(len(batch[-1]) >= 0.85 * len(batch[0]) for batch in batches)
 
@@ -191,12 +188,8 @@ def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_pat
 def test_an_evaluation_asked_to_stop_has_no_result(model, tmp_path):
     runtime = on_cpu()
     strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
-    scorer = HellaSwag(
-        load_questions(write_items(tmp_path / "items.jsonl"), GPT2),
-        context_length=64,
-        strategy=strategy,
-        runtime=runtime,
-    )
+    questions = load_questions(write_items(tmp_path / "items.jsonl"), GPT2)
+    scorer = HellaSwag(questions, context_length=64, strategy=strategy, runtime=runtime)
     model.train()
     assert scorer.measure(model, interrupted=lambda: True) is None
     assert model.training

@@ -17,13 +17,8 @@ from gpt2lab.training import resolve as starts
 from gpt2lab.training.resolve import resolve, with_hellaswag
 from tiny import parse, pretrain, write_items
 
-GOOD: dict[str, Any] = {
-    "ind": 1,
-    "activity_label": "Tea",
-    "ctx": "A man boils water. he",
-    "endings": ["pours it.", "sings.", "leaves.", "sits."],
-    "label": 0,
-}
+GOOD: dict[str, Any] = {"ind": 1, "activity_label": "Tea", "ctx": "A man boils water. he"}
+GOOD |= {"endings": ["pours it.", "sings.", "leaves.", "sits."], "label": 0}
 
 
 def without(name: str) -> bytes:

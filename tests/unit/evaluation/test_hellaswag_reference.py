@@ -56,10 +56,9 @@ def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int
     ours = scored(items, answer["model"])
     theirs = np.array([item["nats"] for item in answer["items"]])
     difference = np.abs(ours.details["harness_nats"] - theirs) / np.abs(theirs)
-    wrong = {
-        name: int((ours.per_unit[name] != [item[name] for item in answer["items"]]).sum())
-        for name in ("acc", "acc_norm")
-    }
+    metrics = ("acc", "acc_norm")
+    answers = {name: [item[name] for item in answer["items"]] for name in metrics}
+    wrong = {name: int((ours.per_unit[name] != answers[name]).sum()) for name in metrics}
     return float(difference.max()), wrong, ours
 
 

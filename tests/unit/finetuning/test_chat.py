@@ -16,7 +16,7 @@ from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
-from launch import Done, ask, call
+from launch import Done, ask, call, worked
 
 PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
 
@@ -29,10 +29,8 @@ def folder(tmp_path_factory) -> Path:
     lines = [{"instruction": q, "output": a} for q, a in PAIRS.items()]
     lines.append({"instruction": "Held out", "output": "Hello there"})
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    more = (
-        *("--max_steps=90", "--max_lr=0.03", "--eval_freq=0", "--checkpoint_freq=0"),
-        "--val_fraction=0.2",
-    )
+    more = ("--max_steps=90", "--max_lr=0.03", "--eval_freq=0", "--checkpoint_freq=0")
+    more += ("--val_fraction=0.2",)
     finetune(flags_of(folder, folder / "runs", "tuned", *more, "--packing=off"))
     return folder
 
@@ -75,8 +73,7 @@ def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected():
 
 def test_the_command_answers_a_pipe_and_obeys(folder):
     text = "Hi\n\n/what\nBye\n/reset\nName?\n/quit\nHi\n"
-    done = talk(folder, "tuned", text, "--temperature=0", "--max_new_tokens=8")
-    assert done.returncode == 0, done.stderr
+    done = worked(talk(folder, "tuned", text, "--temperature=0", "--max_new_tokens=8"))
     first, _, third = done.stdout.splitlines()
     assert (first, third) == (PAIRS["Hi"], PAIRS["Name?"])  # as learned: without anything before
     assert done.stderr.count("/reset clears the conversation, /quit ends") == 2
@@ -119,16 +116,10 @@ def test_an_export_keeps_the_template(folder):
 
 def test_the_last_exchange_of_a_row_is_found_again():
 
-    spoken = [
-        [Turn("user", "Hi"), Turn("assistant", "Yo")],
-        [
-            *(Turn("user", "A"), Turn("assistant", "B b"), Turn("user", "C")),
-            Turn("assistant", "D d d"),
-        ],
-    ]
-    part = [
-        EncodedConversation(*encode(turns, GPT2), digest=str(n)) for n, turns in enumerate(spoken)
-    ]
+    first = [Turn("user", "Hi"), Turn("assistant", "Yo")]
+    longer = [Turn("user", "A"), Turn("assistant", "B b"), Turn("user", "C")]
+    spoken = [first, [*longer, Turn("assistant", "D d d")]]
+    part = [EncodedConversation(*encode(t, GPT2), digest=str(n)) for n, t in enumerate(spoken)]
     for packing in ("on", "off"):
         rows: Rows = build_rows(part, CONTEXT, packing=packing, tokenizer=GPT2)  # type: ignore[arg-type]
         found = last_exchanges(rows)
@@ -166,13 +157,9 @@ def test_without_the_library_it_says_so(folder, monkeypatch):
 
 
 def test_a_completer_stops_where_it_is_told(folder):
-    completer = Completer(
-        "tuned",
-        checkpoint_dir=folder / "runs",
-        device="cpu",
-        dtype="fp32",
-        style=SamplingParams(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
-    )
+    style = SamplingParams(max_new_tokens=20, temperature=0.0, top_k=0, seed=0)
+    how = {"device": "cpu", "dtype": "fp32", "style": style}
+    completer = Completer("tuned", checkpoint_dir=folder / "runs", **how)
     ids = encode([Turn("user", "Hi")], GPT2)[0]
     assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"
     assert "".join(completer.stream(ids, number=0, place=0, at_most=1)) == "Hello"

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -86,11 +86,8 @@ def test_packed_conversations_do_not_see_each_other(folder, model):
     def losses(rows: Rows, *, apart: bool) -> dict[int, torch.Tensor]:
         ids = torch.from_numpy(rows.ids.astype(np.int64))
         with torch.no_grad():
-            hidden = (
-                hidden_of_rows(model, ids[:, :-1], END_OF_TEXT)
-                if apart
-                else model.hidden(ids[:, :-1])
-            )
+            own = hidden_of_rows(model, ids[:, :-1], END_OF_TEXT)
+            hidden = own if apart else model.hidden(ids[:, :-1])
             each = token_losses(model.head(hidden), ids[:, 1:])
         owner = torch.from_numpy(rows.owner[:, 1:])
         return {n: each[owner == n] for n in range(int(owner.max()) + 1)}
@@ -123,8 +120,7 @@ def test_recomputing_activations_changes_no_bit(lora_r, folder, monkeypatch):
 
     monkeypatch.setattr(Block, "forward", counted)
     rows, found = rows_of(folder, "on")["train"], []
-    modes: tuple[ActivationCheckpointing, ...] = ("none", "block", "selective")
-    for mode in modes:
+    for mode in get_args(ActivationCheckpointing):
         model = load_weights(find_target(str(folder / "hf"), folder))
         if lora_r:
             add_lora(model, TuningConfig(lora_r=lora_r))
@@ -141,7 +137,6 @@ def test_recomputing_activations_changes_no_bit(lora_r, folder, monkeypatch):
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(folder, packing):
     rows = rows_of(folder, packing)["train"]
-    order = order_of(rows)
     even = len(rows) // 2 * 2
     rows = Rows(rows.ids[:even], rows.owner[:even], rows.tokenizer)
     order = order_of(rows)
@@ -150,10 +145,9 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(folder, pa
         plan = BatchPlan(2, 1, 2 // world, world, CONTEXT)
         found, count = [], 0
         for first in range(0, len(rows), 2):
-            ranks = [
-                RowLoader(order, rows, plan, rank=rank, device=torch.device("cpu")).fetch(first)
-                for rank in range(world)
-            ]
+            how = {"device": torch.device("cpu")}
+            loaders = [RowLoader(order, rows, plan, rank=rank, **how) for rank in range(world)]
+            ranks = [loader.fetch(first) for loader in loaders]
             assert len({batch.num_targets for batch in ranks}) == 1
             count += ranks[0].num_targets
             micros = [micro for batch in ranks for micro in batch.micro_batches]
@@ -162,10 +156,8 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(folder, pa
         assert count == rows.targets() == sum(map(len, found))
         seen[world] = found
     assert seen[1] == seen[2]
-    assert sorted(map(str, seen[1])) == sorted(
-        str(ids[owner != NO_OWNER].tolist())
-        for ids, owner in zip(rows.ids, rows.owner, strict=True)
-    )
+    pairs = zip(rows.ids, rows.owner, strict=True)
+    assert sorted(seen[1]) == sorted(ids[owner != NO_OWNER].tolist() for ids, owner in pairs)
     assert order.epoch_of(len(rows)) == 1
 
 
@@ -182,10 +174,8 @@ def test_the_demo_conversations_are_usable():
     conversations = read_conversations("demo")
     assert len(conversations) >= 60
     assert len({one.turns for one in conversations}) == len(conversations)
-    data = open_instructions(
-        override(Config(), {"instructions": "demo", "context_length": 128}), GPT2
-    )
-    assert not data.warnings
+    settings = {"instructions": "demo", "context_length": 128}
+    assert not open_instructions(override(Config(), settings), GPT2).warnings
 
 
 def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_path):
@@ -215,10 +205,8 @@ def test_equal_records_from_the_hub_are_read_like_a_file(folder, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {"org/set": rows}[name])
     hub, file = (read_conversations(s) for s in ("hf:org/set", str(folder / "pairs.jsonl")))
     assert [one.turns for one in hub] == [one.turns for one in file]
-    for is_offline, why in (
-        (False, "cannot be read"),
-        (True, "the Hugging Face Hub cannot be reached"),
-    ):
+    unreachable = "the Hugging Face Hub cannot be reached"
+    for is_offline, why in ((False, "cannot be read"), (True, unreachable)):
         monkeypatch.setattr(conversations, "is_offline", lambda answer=is_offline: answer)
         with pytest.raises(DataError, match=f"hf:org/none: {why}"):
             read_conversations("hf:org/none")
@@ -251,11 +239,8 @@ def test_a_broken_line_is_named_with_its_place(name, folder, tmp_path, wording):
 def test_a_file_of_windows_is_read(tmp_path):
     (tmp_path / "plain.jsonl").write_text(f"{GOOD}\n")
     (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n".encode())
-    plain, windows = (
-        read_conversations(str(tmp_path / name))[0].turns
-        for name in ("plain.jsonl", "windows.jsonl")
-    )
-    assert plain == windows
+    read = [read_conversations(str(tmp_path / f"{n}.jsonl"))[0] for n in ("plain", "windows")]
+    assert read[0].turns == read[1].turns
 
 
 def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path):

@@ -80,10 +80,8 @@ def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer):
     alone = encode([Turn("user", "Who?")], tokenizer)[0]
     for typed in ("Who?", " Who? ", as_prompt("Who?"), f"<|endoftext|>{as_prompt('Who?')}"):
         assert prompt_ids(typed, tokenizer) == alone
-    turns = [
-        *(Turn("system", "Be brief."), Turn("user", "Who?"), Turn("assistant", "I.")),
-        Turn("user", "Why?"),
-    ]
+    turns = [Turn("system", "Be brief."), Turn("user", "Who?"), Turn("assistant", "I.")]
+    turns.append(Turn("user", "Why?"))
     typed = f"<|endoftext|>Be brief.\n\n{as_prompt('Who?')}I.<|endoftext|>{as_prompt('Why?')}"
     assert prompt_ids(typed, tokenizer) == encode(turns, tokenizer)[0]
     # What a user says holds no control token, whatever it looks like.
@@ -96,9 +94,8 @@ def test_a_tuned_models_prompt_may_hold_the_control_token(folder, sampled):
 
     style = SamplingParams(max_new_tokens=2)
     for name, count in (("tuned", 1), (str(folder / "hf"), 0)):
-        completer = Completer(
-            name, checkpoint_dir=folder / "runs", device="cpu", dtype="fp32", style=style
-        )
+        how = {"device": "cpu", "dtype": "fp32", "style": style}
+        completer = Completer(name, checkpoint_dir=folder / "runs", **how)
         ids = completer.encode(f"<|endoftext|>{as_prompt('Who?')}")
         assert ids.count(END_OF_TEXT) == count
         assert (ids == encode([Turn("user", "Who?")], GPT2)[0]) == bool(count)

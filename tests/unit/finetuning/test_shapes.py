@@ -125,10 +125,8 @@ def test_an_array_and_a_table_are_read_like_lines(tmp_path):
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "array.json").write_text("\ufeff" + json.dumps(records, indent=2))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "table.parquet")
-    turns = {
-        path.name: [one.turns for one in read_conversations(str(path))]
-        for path in tmp_path.iterdir()
-    }
+    read = {path.name: read_conversations(str(path)) for path in tmp_path.iterdir()}
+    turns = {name: [one.turns for one in found] for name, found in read.items()}
     assert len(turns) == 4
     assert all(found == turns["lines.jsonl"] for found in turns.values())
     for name, content, place in (

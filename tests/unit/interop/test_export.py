@@ -35,14 +35,9 @@ def folder(tmp_path_factory) -> Path:
     pretrain(parse(flags_of(folder, "big", "--dropout=0.1")))
     pretrain(parse(flags_of(folder, "small", f"--vocab_size={VOCAB}")))
     (folder / "runs" / "small" / "estimate.json").unlink()
-    (folder / "runs" / "big" / "estimate.json").write_text(
-        json.dumps(
-            {
-                "estimate": {"estimated_hours": 1.0, "low_hours": 0.5, "high_hours": 2.0},
-                "actual": {"hours": 1.5},
-            }
-        )
-    )
+    hours = {"estimated_hours": 1.0, "low_hours": 0.5, "high_hours": 2.0}
+    estimate = {"estimate": hours, "actual": {"hours": 1.5}}
+    (folder / "runs" / "big" / "estimate.json").write_text(json.dumps(estimate))
     return folder
 
 

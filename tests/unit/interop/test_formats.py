@@ -84,9 +84,8 @@ def test_an_index_tells_where_the_end_of_text_stands(tmp_path, name, place):
     assert data.end_of_text.place == expected
     assert data.end_of_text.id == (END_OF_TEXT if expected != "none" else None)
     made = token_files.joined(splits["val"])
-    assert [file["documents"] for file in manifest["files"] if file["split"] == "val"] == [
-        len(made)
-    ]
+    of_val = [file["documents"] for file in manifest["files"] if file["split"] == "val"]
+    assert of_val == [len(made)]
     assert measure(tmp_path)["val"].lengths.tolist() == [len(document) for document in made]
     # Validation's error counts these documents.
     shards = data.splits["val"]
@@ -301,9 +300,8 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path):
     made = [[[7, *d] for d in documents(n, n, place="none")] for n in (20, 9)]
     for split, part in zip(("train", "val"), made, strict=True):
         write_llmc(tmp_path / f"{split}.bin", part, magic=20240801, version=7)
-    import_folder(
-        tmp_path, ImportOptions(tokenizer="unknown", end_of_text="before", end_of_text_id=7)
-    )
+    before = ImportOptions(tokenizer="unknown", end_of_text="before", end_of_text_id=7)
+    import_folder(tmp_path, before)
     assert open_data(tmp_path, vocab_size=50304).end_of_text.id == 7
     sevens = flat(made[1]).count(7)
     assert len(measure(tmp_path)["val"].lengths) == sevens
@@ -396,9 +394,8 @@ def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path):
     write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
     with pytest.raises(DataError, match=r"fineweb_train_000099\.bin: not listed"):
         open_data(tmp_path, vocab_size=50304)
-    assert verify(tmp_path) == [
-        f"{tmp_path / 'fineweb_train_000099.bin'}: not listed in shards.json"
-    ]
+    new = tmp_path / "fineweb_train_000099.bin"
+    assert verify(tmp_path) == [f"{new}: not listed in shards.json"]
 
 
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "Megatron", "nanoGPT"])
@@ -466,9 +463,8 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     for run in runs.values():
         run.train("--max_steps=20")
     for field in ("batch_hash", "loss"):
-        npy, foreign = (
-            [event[field] for event in runs[kind].events("step")] for kind in ("npy", "foreign")
-        )
+        steps = [runs[kind].events("step") for kind in ("npy", "foreign")]
+        npy, foreign = ([event[field] for event in of_kind] for of_kind in steps)
         assert len(npy) == 20
         assert npy == foreign
     shown = tokens_of_step(runs["foreign"].path, 3)
@@ -507,8 +503,7 @@ def test_the_command_says_how_it_took_the_files(tmp_path):
     expanded = [str(path) for path in folder.glob("0_*.ds")]  # by the shell
     done = launch.call("data", "import", folder, "--out", out, "--val_files", *expanded)
     assert done.returncode == 0
-    assert open_data(out, vocab_size=50304).tokens("val") == len(
-        flat(made_splits("after")["val"][0])
-    )
+    tokens = open_data(out, vocab_size=50304).tokens("val")
+    assert tokens == len(flat(made_splits("after")["val"][0]))
     code, said, error = launch.call("data", "import", folder, "--offset", "-2")
     assert (code, said) == (2, "")

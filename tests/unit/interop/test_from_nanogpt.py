@@ -53,10 +53,8 @@ def their_rate(it: int, config: dict[str, Any]) -> float:
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the parameters of a model without biases, in the order of nanoGPT's state_dict."""
-    found = {
-        "transformer.wte.weight": (len(LETTERS), WIDTH),
-        "transformer.wpe.weight": (BLOCK, WIDTH),
-    }
+    found = {"transformer.wte.weight": (len(LETTERS), WIDTH)}
+    found["transformer.wpe.weight"] = (BLOCK, WIDTH)
     for layer in range(LAYERS):
         block = f"transformer.h.{layer}"
         found |= {
@@ -131,9 +129,8 @@ def test_the_run_has_nanogpts_settings_and_goes_on_with_its_rates(place):
     done = take(place, "--sample_prompt=First", "--sample_tokens=5", "--hellaswag_path=None")
     assert done.returncode == 0, done.stderr
     table = " ".join(done.stdout.split())
-    assert (
-        "batch_size 3 x gradient_accumulation_steps 2 x block_size 8 total_batch_size 48" in table
-    )
+    batch = "batch_size 3 x gradient_accumulation_steps 2 x block_size 8 total_batch_size 48"
+    assert batch in table
     assert "exact GELU tanh GELU" in table
     assert "trained without biases biases of zero" in table
     assert "best in the file 3.2500" in table
@@ -168,8 +165,7 @@ def test_characters_are_sampled_and_talked_to(place):
         assert done.returncode == 0, done.stderr
         assert len(done.stdout) == len(prompt) + 20 + 1
         assert {*done.stdout} <= {*TEXT}
-    done = call("chat", "r", runs, "--max_new_tokens=4", stdin="hear me\né\nspeak\n")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(call("chat", "r", runs, "--max_new_tokens=4", stdin="hear me\né\nspeak\n"))
     assert "its tokenizer cannot write the chat template" in done.stderr
     assert "U+00E9" in done.stderr
     assert {*done.stdout} <= {*TEXT}
@@ -194,9 +190,8 @@ def test_the_imported_weights_compute_nanogpts_loss(place):
     for layer in range(LAYERS):
         block = f"h.{layer}"
         qkv = F.linear(norm(x, f"{block}.ln_1"), w[f"transformer.{block}.attn.c_attn.weight"])
-        q, k, v = (
-            part.view(*part.shape[:2], 2, -1).transpose(1, 2) for part in qkv.split(WIDTH, dim=2)
-        )
+        heads = (part.view(*part.shape[:2], 2, -1) for part in qkv.split(WIDTH, dim=2))
+        q, k, v = (part.transpose(1, 2) for part in heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + F.linear(y, w[f"transformer.{block}.attn.c_proj.weight"])
         y = F.gelu(F.linear(norm(x, f"{block}.ln_2"), w[f"transformer.{block}.mlp.c_fc.weight"]))
@@ -243,8 +238,7 @@ def test_what_is_no_checkpoint_is_not_to_be_trusted(place, content):
 
 
 def test_what_is_typed_wins(place):
-    done = take(place, "--max_lr=0.02", "--max_tokens=4800", "--total_batch_size=24")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(take(place, "--max_lr=0.02", "--max_tokens=4800", "--total_batch_size=24"))
     config = read_config(place)
     names = ("max_lr", "max_tokens", "max_steps", "total_batch_size", "min_lr")
     assert [config[name] for name in names] == [0.02, 4800, None, 24, 0.001]
@@ -257,8 +251,7 @@ def test_what_is_typed_wins(place):
 def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place):
     file = place / "a.toml"
     file.write_text("max_lr = 0.02\neval_freq = 5\nmax_tokens = 4800\n")
-    done = take(place, f"--config={file}", "--eval_freq=4")
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(take(place, f"--config={file}", "--eval_freq=4"))
     config = read_config(place)
     names = ("max_lr", "eval_freq", "max_tokens", "max_steps", "min_lr", "total_batch_size")
     assert [config[name] for name in names] == [0.02, 4, 4800, None, 0.001, 48]
@@ -270,8 +263,7 @@ def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place):
 
 def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place):
     assert take(place, "--log_freq=7").returncode == 0
-    again = take(place, f"--config={place / 'runs' / 'r' / 'config.json'}", "--run_name=b")
-    assert again.returncode == 0, again.stderr
+    launch.worked(take(place, f"--config={place / 'runs' / 'r' / 'config.json'}", "--run_name=b"))
     config = json.loads((place / "runs" / "b" / "config.json").read_text())
     chosen = {"chosen": config["chosen"]}  # all that the file held
     assert config == read_config(place) | {"run_name": "b"} | chosen
@@ -280,8 +272,7 @@ def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place)
 def test_a_run_that_only_warms_up_goes_on_with_its_rates(place):
     longer = {"warmup_iters": 100}
     torch.save(checkpoint(**longer), place / "ckpt.pt")
-    done = take(place)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(take(place))
     rate = f"{their_rate(ITERS, CONFIG | longer):.6g}"
     table = " ".join(done.stdout.split())
     assert f"rate of the next step {rate} {rate}" in table
@@ -294,12 +285,10 @@ def test_a_precision_that_this_machine_lacks_is_said(place, monkeypatch):
     """Whether the test's own machine has bf16 or not."""
     monkeypatch.setattr("gpt2lab.distributed.runtime.fastest_dtype", lambda device: "fp32")
     torch.save(checkpoint(device="cuda"), place / "ckpt.pt")
-    done = take(place)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(take(place))
+    said = " ".join(done.stdout.split())
     line = "dtype bfloat16 on cuda dtype fp32 no bf16 on this machine; on a GPU resume with"
-    assert f"{line} --device cuda --dtype bf16 --allow_change dtype" in " ".join(
-        done.stdout.split()
-    )
+    assert f"{line} --device cuda --dtype bf16 --allow_change dtype" in said
 
 
 @settings(max_examples=300, deadline=None)

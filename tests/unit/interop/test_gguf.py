@@ -93,10 +93,8 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
     reader = gguf.GGUFReader(out)
     found = {tensor.name: tensor for tensor in reader.tensors}
     expected = {name: ours[f"blocks.0.{mine}"] for name, (_, mine) in BLOCK.items()}
-    expected |= {
-        name.replace("blk.0", "blk.1"): ours[f"blocks.1.{mine}"]
-        for name, (_, mine) in BLOCK.items()
-    }
+    second = {name.replace("blk.0", "blk.1"): mine for name, (_, mine) in BLOCK.items()}
+    expected |= {name: ours[f"blocks.1.{mine}"] for name, mine in second.items()}
     expected |= {
         "token_embd.weight": ours["wte.weight"],
         "position_embd.weight": ours["wpe.weight"],
@@ -144,9 +142,8 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
         assert tokenizer.decode([id]) == (text if id != tokenizer.end_of_text else token)
     control = [id for id, kind in enumerate(value("tokenizer.ggml.token_type")) if kind == 3]
     assert control == [tokenizer.end_of_text]
-    assert (
-        value("tokenizer.ggml.eos_token_id") == value("tokenizer.ggml.bos_token_id") == control[0]
-    )
+    ends = {value(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    assert ends == {control[0]}
     assert value("tokenizer.ggml.add_bos_token") is False
     first, second = value("tokenizer.ggml.merges")[0].split(" ")
     assert first + second in tokens
@@ -241,11 +238,8 @@ def test_a_file_that_reads_back_otherwise_is_not_kept(folder, tmp_path, monkeypa
 def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     """llama.cpp itself, from the f32 file: the same ids of a text, and the same 32 greedy tokens."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    works_with(
-        "llama-cpp-python",
-        version("llama-cpp-python"),
-        "32 greedy tokens equal, where it is installed",
-    )
+    what = "32 greedy tokens equal, where it is installed"
+    works_with("llama-cpp-python", version("llama-cpp-python"), what)
     home = folder
     if kind == "gpt2":
         home = tmp_path / "made"
@@ -262,9 +256,8 @@ def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     assert llama.token_eos() == tokenizer.end_of_text
     prompt = ids[:9]
     generators = [torch.Generator()]
-    drawn = draw(
-        ours, prompt, max_new_tokens=NEW, generators=generators, end_of_text=-1, temperature=0
-    )
+    how = {"generators": generators, "end_of_text": -1, "temperature": 0}
+    drawn = draw(ours, prompt, max_new_tokens=NEW, **how)
     expected = [id for (id,) in drawn]
     llama.reset()
     llama.eval([*prompt, *expected])

@@ -47,11 +47,8 @@ def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path):
     ids = np.arange(4000) % len(characters)
     for name in ("train", "val"):
         ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    meta = {
-        "vocab_size": 8,
-        "itos": dict(enumerate(characters)),
-        "stoi": {c: i for i, c in enumerate(characters)},
-    }
+    meta = {"vocab_size": 8, "itos": dict(enumerate(characters))}
+    meta["stoi"] = {c: i for i, c in enumerate(characters)}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     import_folder(tmp_path)
     data = open_data(tmp_path, vocab_size=128)

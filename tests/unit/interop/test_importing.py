@@ -5,6 +5,7 @@ The files are written here by hand, in the layouts of nanoGPT and of the program
 
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -58,19 +59,13 @@ def tensors(origin: Run, name: str) -> dict[str, torch.Tensor]:
 def their_names() -> list[str]:
     """Return the parameters in the order in which such a model declares them."""
     parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-    blocks = [
-        f"h.{i}.{part}.{kind}" for i in (0, 1) for part in parts for kind in ("weight", "bias")
-    ]
+    blocks = [f"h.{i}.{part}.{kind}" for i in "01" for part in parts for kind in ("weight", "bias")]
     names = ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias"]
     return [f"transformer.{name}" for name in names]
 
 
 def our(name: str) -> str:
-    return (
-        name.removeprefix("transformer.").replace("h.", "blocks.", 1)
-        if ".h." in name
-        else name[12:]
-    )
+    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
 
 
 def model_of(origin: Run, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -87,15 +82,10 @@ def optimizer_of(origin: Run, *, bias: bool = True) -> dict[str, Any]:
     matrices = [name for name in names if weights[name].dim() >= 2]
     vectors = [name for name in names if weights[name].dim() < 2]
     keys = ("step", "exp_avg", "exp_avg_sq")
-    state = {
-        index: {key: moments[f"{name}/{key}"] for key in keys}
-        for index, name in enumerate([*matrices, *vectors])
-    }
+    places = enumerate([*matrices, *vectors])
+    state = {n: {key: moments[f"{name}/{key}"] for key in keys} for n, name in places}
     first = list(range(len(matrices)))
-    groups = [
-        {"params": first, "lr": 1e-3},
-        {"params": list(range(len(first), len(names))), "lr": 1e-3},
-    ]
+    groups = [{"params": list(x), "lr": 1e-3} for x in (first, range(len(first), len(names)))]
     return {"state": state, "param_groups": groups}
 
 
@@ -114,9 +104,8 @@ def write(path: Path, content: Any) -> Path:
 
 
 def take(run: Run, file: Path, *more: str) -> None:
-    import_checkpoint(
-        parse([*run.flags, f"--import_checkpoint={file}", *more]), file, trust="--trust" in more
-    )
+    request = parse([*run.flags, f"--import_checkpoint={file}", *more])
+    import_checkpoint(request, file, trust="--trust" in more)
 
 
 def hashes(run: Run) -> dict[str, str]:

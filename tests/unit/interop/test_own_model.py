@@ -34,7 +34,7 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.resolve import resolve
-from launch import WORKERS, ask
+from launch import WORKERS, ask, worked
 from tiny import MODERN, parse, pretrain
 
 CONTEXT, NEW = 64, 20
@@ -125,19 +125,12 @@ def test_cache_and_padding_change_nothing(options):
 def test_generate_is_ours_with_any_cache(options):
     ours, theirs = pair(**options)
     prompt = ids_of(1, 9)
-    drawn = draw(
-        ours,
-        prompt[0].tolist(),
-        max_new_tokens=NEW,
-        generators=[torch.Generator()],
-        end_of_text=-1,
-        temperature=0,
-    )
+    how = {"generators": [torch.Generator()], "end_of_text": -1, "temperature": 0}
+    drawn = draw(ours, prompt[0].tolist(), max_new_tokens=NEW, **how)
     expected = [id for (id,) in drawn]
     for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        found = theirs.generate(
-            prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0, disable_compile=True, **how
-        )
+        plain = {"do_sample": False, "pad_token_id": 0, "disable_compile": True}
+        found = theirs.generate(prompt, max_new_tokens=NEW, **plain, **how)
         assert found[0, 9:].tolist() == expected
 
 
@@ -229,9 +222,8 @@ def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):
     flags = (
         *(f"--val={folder / 'bpe'}", "--val_tokens=320", "--device=cpu", "--dtype=fp32", "--json"),
     )
-    losses = [
-        ask("evaluate.py", name, *flags, folder=folder)["val_loss"] for name in ("bpe", str(out))
-    ]
+    names = ("bpe", str(out))
+    losses = [ask("evaluate.py", name, *flags, folder=folder)["val_loss"] for name in names]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     run = [f"--init_from={out}", f"--data_dir={folder / 'bpe'}", f"--checkpoint_dir={tmp_path}"]
     start = resolve(parse([*run, "--max_steps=1"]), world_size=1, set_aside=False)
@@ -365,36 +357,26 @@ def test_a_process_without_gpt2lab_computes_and_generates_the_same(folder, tmp_p
         ask("export_hf.py", name, f"--out={out}", folder=home)
         target = find_target(name, home / "runs")
         model, tokenizer = load_weights(target).eval(), target.tokenizer()
-        ids = torch.randint(
-            0, tokenizer.size, (2, CONTEXT), generator=torch.Generator().manual_seed(4)
-        )
+        generator = torch.Generator().manual_seed(4)
+        ids = torch.randint(0, tokenizer.size, (2, CONTEXT), generator=generator)
         asked[out] = {"ids": ids.tolist(), "prompt": 9, "new": NEW, "text": TEXT[3]}
         with torch.no_grad():
             logits = model(ids)[..., : tokenizer.size]
         generators = [torch.Generator()]
         how: Any = {"max_new_tokens": NEW, "generators": generators, "temperature": 0}
-        texts = [
-            [id for (id,) in draw(model, row[:9], end_of_text=-1, **how)] for row in ids.tolist()
-        ]
+        rows = [draw(model, row[:9], end_of_text=-1, **how) for row in ids.tolist()]
+        texts = [[id for (id,) in row] for row in rows]
         expected[out] = (logits, texts, tokenizer.encode(TEXT[3]))
-    environment = {
-        **{name: os.environ[name] for name in ("PATH",)},
-        **{"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"},
-    }
-    done = subprocess.run(
-        [sys.executable, "-I", str(WORKERS / "load_export.py"), json.dumps(asked)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hub")}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-I", str(WORKERS / "load_export.py"), json.dumps(asked)]
+    how = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = worked(subprocess.run(command, **how))
     found = json.loads(done.stdout)
     for out, (logits, texts, ids) in expected.items():
         assert_close(torch.tensor(found[out]["logits"]), logits)
         for way in ("cached", "whole", "padded"):
             assert found[out][way] == texts, (out, way)
         assert (found[out]["text_ids"], found[out]["text"]) == (ids, TEXT[3])
-    assert [found[out]["model"] for out in asked] == ["GPT2LabForCausalLM"] * 3 + [
-        "GPT2LMHeadModel"
-    ]
+    names = [found[out]["model"] for out in asked]
+    assert names == ["GPT2LabForCausalLM"] * 3 + ["GPT2LMHeadModel"]

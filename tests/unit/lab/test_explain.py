@@ -32,7 +32,7 @@ from gpt2lab.lab.token_losses import TokenLosses, find_token_losses, read_token_
 from gpt2lab.report import plots
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES
-from launch import SCRIPTS, ask, call, events, train_in_forks
+from launch import SCRIPTS, ask, call, events, train_in_forks, worked
 from tiny import CONTEXT, parse, pretrain, write_shards
 
 T = 16  # <|endoftext|> and 15 characters: each window begins with a document
@@ -42,9 +42,8 @@ STEPS = 60
 def write_source(folder: Path, name: str, alphabet: str, seed: int) -> Path:
     """Prepare documents of four random characters and eleven that only their position tells: aabbaabbaab."""
     rng, (a, b, *_) = random.Random(seed), alphabet
-    texts = [
-        "".join(rng.choices(alphabet, k=4)) + (2 * (a + a + b + b) + a + a + b) for _ in range(900)
-    ]
+    rest = 2 * (a + a + b + b) + a + a + b
+    texts = ["".join(rng.choices(alphabet, k=4)) + rest for _ in range(900)]
     write_jsonl(folder / name / "texts.jsonl", texts)
     run_prepare(folder / name, folder / "data" / name, tokenizer=BYTES, val_tokens=3200)
     return folder / "data" / name
@@ -63,10 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--n_layer=1", "--n_head=2", "--n_embd=32", f"--context_length={T}"),
         *("--data_dir", f"{letters}:0.5", f"{digits}:0.5", "--total_batch_size=512"),
         *("--mini_batch_size=32", f"--max_steps={STEPS}", "--eval_freq=0", "--sample_freq=0"),
-        *(
-            *("--checkpoint_freq=0", "--epoch_checkpoints=off", "--sample_tokens=1"),
-            *("--max_lr=0.02", "--warmup_steps=10", "--val_tokens=6400"),
-        ),
+        *("--checkpoint_freq=0", "--epoch_checkpoints=off", "--sample_tokens=1"),
+        *("--max_lr=0.02", "--warmup_steps=10", "--val_tokens=6400"),
         *("--device=cpu", "--dtype=fp32", "--compile=off", "--shuffle=windows"),
         *(f"--checkpoint_dir={folder / 'runs'}", "--keep_token_losses"),
     ]
@@ -101,15 +98,13 @@ def groups(found: dict[str, Any], by: str) -> dict[str, dict[str, Any]]:
 
 
 def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
-    answer = ask(
-        "compare", "both", "letters", "--explain", "--only=validation", "--json", folder=folder
-    )
+    words = ("both", "letters", "--explain", "--only=validation", "--json")
+    answer = ask("compare", *words, folder=folder)
     found, whole = answer["explain"], answer["metrics"]["val_loss"]
     assert len(found["splits"]) == 6
     for split in found["splits"]:
-        assert sum(g["part"] for g in split["groups"]) == pytest.approx(
-            found["difference"], abs=1e-12
-        )
+        parts = sum(g["part"] for g in split["groups"])
+        assert parts == pytest.approx(found["difference"], abs=1e-12)
         assert sum(g["tokens"] for g in split["groups"]) == pytest.approx(1, abs=1e-12)
         for g in split["groups"]:
             assert g["part"] == pytest.approx(g["tokens"] * g["mean"], abs=1e-12)
@@ -127,9 +122,8 @@ def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
 def test_a_run_and_itself_differ_nowhere(folder: Path) -> None:
     found = explain("both", "both", checkpoint_dir=folder / "runs")
     assert (found.difference, found.difference_se) == (0, 0)
-    assert "which is within noise; no group of tokens differs" in explaining.describe_explanation(
-        found
-    )
+    said = explaining.describe_explanation(found)
+    assert "which is within noise; no group of tokens differs" in said
 
 
 def test_a_model_blind_to_positions_shows_in_position_and_repetition(folder: Path) -> None:
@@ -145,9 +139,8 @@ def test_a_model_blind_to_positions_shows_in_position_and_repetition(folder: Pat
     places = groups(found, "position in the window")
     assert places["5 to 16"]["stands_out"]
     assert places["5 to 16"]["mean"] > 3 * places["2 to 4"]["mean"]
-    assert groups(found, "source")["digits"]["part"] == pytest.approx(
-        0.5 * found["difference"], rel=0.1
-    )
+    digits = groups(found, "source")["digits"]
+    assert digits["part"] == pytest.approx(0.5 * found["difference"], rel=0.1)
     assert found["sentence"].startswith("B is worse by ")
     assert "'5 to 16' (position in the window; 75% of the tokens, 9" in found["sentence"]
 
@@ -177,9 +170,8 @@ def test_kept_losses_are_those_of_the_evaluation(folder: Path) -> None:
     by_document = kept.losses.astype(np.float64).sum(axis=1)  # a window is a document here
     exact = results.per_unit["val_loss"] * T
     assert np.abs(by_document - exact).max() < 2**-11 * exact.max()
-    again = ask(
-        "evaluate.py", "both", "--save=kept", "--keep_token_losses", "--json", folder=folder
-    )
+    words = ("both", "--save=kept", "--keep_token_losses", "--json")
+    again = ask("evaluate.py", *words, folder=folder)
     assert again["val_loss"] == event["val_loss"]
     saved = read_token_losses(folder / "kept")
     assert np.array_equal(saved.losses, kept.losses)
@@ -225,11 +217,8 @@ def test_other_or_damaged_losses_are_rejected(folder: Path, tmp_path: Path) -> N
     facts.write_text(facts.read_text()[:-20])
     with pytest.raises(DataError, match=r"token_losses.json: not readable as JSON"):
         explain("both", str(facts.parent), checkpoint_dir=runs)
-    ask(
-        *("evaluate.py", "both", "--val_tokens=640", "--keep_token_losses", "--json"),
-        f"--save={tmp_path / 'fewer'}",
-        folder=folder,
-    )
+    words = ("both", "--val_tokens=640", "--keep_token_losses", "--json")
+    ask("evaluate.py", *words, f"--save={tmp_path / 'fewer'}", folder=folder)
     with pytest.raises(DataError, match=r"are not of the same tokens \(other validation data"):
         explain("both", str(tmp_path / "fewer"), checkpoint_dir=runs)
 
@@ -282,8 +271,7 @@ def test_two_ranks_keep_what_one_does(folder: Path) -> None:
     flags = ["both", "--keep_token_losses", f"--checkpoint_dir={folder / 'runs'}", "--json"]
     for world in (1, 2):
         save = f"--save={folder / f'world{world}'}"
-        done = train_in_forks([*flags, save], world=world, program=SCRIPTS / "evaluate.py")
-        assert done.returncode == 0, done.stderr
+        worked(train_in_forks([*flags, save], world=world, program=SCRIPTS / "evaluate.py"))
     one, two = (read_token_losses(folder / f"world{world}") for world in (1, 2))
     assert np.array_equal(one.losses, two.losses)
     assert one.sources == two.sources
@@ -300,10 +288,8 @@ def test_some_windows_at_a_time_give_the_same_as_all(tmp_path, monkeypatch):
     digest = hash_checksums(checksums_of(windows))
     source = token_losses.Source("data", str(folder), data.fingerprint, GPT2.hash, 1.0, 50, digest)
     rng = np.random.RandomState(0)
-    a, b = (
-        TokenLosses(rng.exponential(3, (50, CONTEXT)).astype(np.float16), 3.0, (source,))
-        for _ in range(2)
-    )
+    drawn = (rng.exponential(3, (50, CONTEXT)).astype(np.float16) for _ in range(2))
+    a, b = (TokenLosses(losses, 3.0, (source,)) for losses in drawn)
     whole = explain_losses(a, b)
     monkeypatch.setattr(explaining, "_TOKENS_AT_ONCE", 3 * CONTEXT)
     few = explain_losses(a, b)
@@ -338,9 +324,8 @@ def test_places_go_on_from_shard_to_shard() -> None:
     found = token_groups.places_in_documents(ends, [10, 10], shards, offsets, 3)
     # Places 0 to 9: 1-4 | 1-4 | 1, 2, and on in the second shard: 3-7 | 1-5.
     assert found.tolist() == [[2, 3, 4], [1, 2, 3], [4, 1, 2], [4, 5, 6], [7, 1, 2], [3, 4, 5]]
-    assert token_groups.by_place(
-        np.array([1, 16, 17, 99_999]), token_groups.IN_DOCUMENT
-    ).tolist() == [*(0, 0, 1, 6)]
+    places = np.array([1, 16, 17, 99_999])
+    assert token_groups.by_place(places, token_groups.IN_DOCUMENT).tolist() == [0, 0, 1, 6]
 
 
 def test_frequencies_are_counts_per_million(folder: Path) -> None:
@@ -418,9 +403,8 @@ def test_a_small_source_decides_the_degrees_of_freedom() -> None:
     truth = estimate_groups([documents(rng, 100_000, effects)], [1.0])
     hits: dict[str, list[np.ndarray]] = {"mean": [], "part": [], "excess": []}
     for _ in range(800):
-        both = estimate_groups(
-            [documents(rng, 8, effects), documents(rng, 300, effects)], [0.5, 0.5]
-        )
+        sources = [documents(rng, count, effects) for count in (8, 300)]
+        both = estimate_groups(sources, [0.5, 0.5])
         for name, found_inside in hits.items():
             found_inside.append(inside(both, name, truth))
     for name, found_inside in hits.items():
@@ -435,9 +419,8 @@ def test_degrees_of_freedom_are_those_of_each_group() -> None:
     found = estimate_groups([one, two], [0.3, 0.7])
     for g in range(2):
         values = np.concatenate([one.difference[:, g], two.difference[:, g]]) / 20
-        known = estimate_mean(
-            values, np.repeat([0.3 / 5, 0.7 / 40], [5, 40]), (slice(0, 5), slice(5, 45))
-        )
+        weights = np.repeat([0.3 / 5, 0.7 / 40], [5, 40])
+        known = estimate_mean(values, weights, (slice(0, 5), slice(5, 45)))
         assert found.part.degrees[g] == pytest.approx(known.degrees)
     alone = estimate_groups([one], [1.0])
     assert alone.part.degrees == pytest.approx([4, 4])
@@ -457,18 +440,16 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
         middle = (one["part_low"] + one["part_high"]) / 2
         assert middle == pytest.approx(one["part"], abs=1e-12)
         assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
-    done = call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
-    assert done.returncode == 0, done.stderr
+    done = worked(call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}"))
     picture = (tmp_path / "it.svg").read_text()
     for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
         assert f"<!-- {name}" in picture
     plain = '{"a": "x", "b": "y", "metrics": {"val_loss": {"difference": 0.1}}}'
-    done = call("plot", "--compare", tmp_path / "other.json")
+    other, picture = tmp_path / "other.json", tmp_path / "other.png"
+    done = call("plot", "--compare", other)
     assert "other.json: no comparison with intervals (No such file or directory); " in done.stderr
     for text, why in ((plain, "it lacks 'over_units'"), ("[]", "another shape"), ("a", "not JSON")):
-        (tmp_path / "other.json").write_text(text)
+        other.write_text(text)
         with pytest.raises(ConfigError, match=rf"other.json: no comparison with .*\({why}\); "):
-            plots.draw_table(
-                "compare", tmp_path / "other.json", tmp_path / "other.png", plots.View()
-            )
-    assert not (tmp_path / "other.png").exists()
+            plots.draw_table("compare", other, picture, plots.View())
+    assert not picture.exists()

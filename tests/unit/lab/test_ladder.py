@@ -90,10 +90,7 @@ def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
 def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
     own = 'c.n_embd = 18\nc.tokens = [128, "512"]'
     file.write_text(file.read_text().replace("c.n_embd = 18", own))
-    assert list(read_family(str(file)).rungs)[3:] == [
-        *("b-64", "b-128", "b-256"),
-        *("c-128", "c-512"),
-    ]
+    assert list(read_family(str(file)).rungs)[3:] == ["b-64", "b-128", "b-256", "c-128", "c-512"]
 
 
 def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
@@ -157,9 +154,8 @@ def test_a_ladder_without_the_families_data_names_both_commands_that_make_them(
 
 @pytest.mark.slow
 def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> None:
-    file.write_text(
-        file.read_text().replace("b.n_embd = 12", "b = {n_embd = 12, context_length = 8}")
-    )
+    shorter = "b = {n_embd = 12, context_length = 8}"
+    file.write_text(file.read_text().replace("b.n_embd = 12", shorter))
     runs = read_family(str(file), tmp_path / "out").rung_runs()
     with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64"):
         first_starts(runs)
@@ -196,10 +192,8 @@ def test_a_plan_counts_and_starts_nothing(file, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
     assert ladder.main(["plan", str(file), f"--out={out}"]) == 0
-    assert (
-        "x the FLOPs of the most expensive rung; a test of the law needs at least 4 x"
-        in capsys.readouterr().out
-    )
+    said = "x the FLOPs of the most expensive rung; a test of the law needs at least 4 x"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -214,10 +208,8 @@ def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started,
     assert not any(name.startswith("top") for name in started)
     document = json.loads((out / "ladder.json").read_text())
     assert (document["prediction"], document["score"]) == (None, None)
-    assert {row["rung"]: set(row["losses"]) for row in document["rates"]} == {
-        "a-64": {"1", "4"},
-        "c-256": {"1", "4"},
-    }
+    found = {row["rung"]: set(row["losses"]) for row in document["rates"]}
+    assert found == {"a-64": {"1", "4"}, "c-256": {"1", "4"}}
     record = out / "b-128_seed2" / "run.json"
     kept, data = record.read_text(), document["settings"]["data"]
     record.write_text(kept.replace(data, "0" * len(data)))
@@ -241,8 +233,7 @@ def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started,
 
     assert ladder.main(["predict", *words, "--parameters=1M", "--tokens=1M"]) == 0
     assert "1,000,000 parameters, 1,000,000 tokens: loss " in capsys.readouterr().out
-    done = launch.call("plot", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.call("plot", "--ladder", str(out), "--out", str(tmp_path / "l.svg")))
     assert "top rung, trained" in (tmp_path / "l.svg").read_text()
 
 
@@ -276,16 +267,11 @@ LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
 
 def small_ladder(**settings: Any) -> Ladder:
     """Return a ladder of exact losses, of the kind of gpt2-nano's job with other settings."""
-    rungs = [
-        Rung(N, D, (LAW.loss(N, D), LAW.loss(N, D) * 1.002))
-        for N in (10**5, 3 * 10**5, 10**6)
-        for D in (10**6, 4 * 10**6, 10**7)
-    ]
+    sizes = [(N, D) for N in (10**5, 3 * 10**5, 10**6) for D in (10**6, 4 * 10**6, 10**7)]
+    rungs = [Rung(N, D, (LAW.loss(N, D), LAW.loss(N, D) * 1.002)) for N, D in sizes]
     job = job_for(model="gpt2-nano", tokens="1M", vocab_size=512)
-    own = results.shared_settings(job.config)
-    return Ladder(
-        "mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit_law(rungs)
-    )
+    own = results.shared_settings(job.config) | {"data": "f" * 64, "data_name": "data/x"}
+    return Ladder("mine", {**own, **settings}, fit_law(rungs))
 
 
 def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -> None:
@@ -293,9 +279,8 @@ def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -
     point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
     first = results.write_prediction(tmp_path, found, point)
     assert results.write_prediction(tmp_path, found, point) == first
-    other = Ladder(
-        "mine", found.settings, fit_law([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))])
-    )
+    law = fit_law([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))])
+    other = Ladder("mine", found.settings, law)
     with pytest.raises(CheckError, match="from other losses or for another top rung"):
         results.write_prediction(tmp_path, other, point)
     assert json.loads((tmp_path / results.PREDICTION).read_text()) == first
@@ -339,8 +324,7 @@ def estimated(folder: Path, *words: str) -> launch.Done:
 
 def test_a_ladder_predicts_the_loss_where_the_public_law_says_nothing(folder: Path) -> None:
     words = ["--model=modern-nano", "--vocab_size=512", "--tokens=20M"]
-    code, said, error = estimated(folder, *words, "--json")
-    assert code == 0, error
+    said = launch.worked(estimated(folder, *words, "--json")).stdout
     document = json.loads(said)
     loss, N = document["loss"], document["model"]["parameters"]
     tokens = document["dataset_info"]["training_tokens"]

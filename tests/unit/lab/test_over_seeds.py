@@ -96,9 +96,8 @@ def test_a_sequence_says_when_it_stopped() -> None:
     found = only([-0.50, -0.51, -0.49, -0.3], until_decided=True)
     assert found.verdict == "better"
     assert found.sequential.seeds == 3
-    assert sentence(found).startswith(
-        "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
-    )
+    said = "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
+    assert sentence(found).startswith(said)
     assert " after 3 seeds)" in sentence(found)
     few = only([-0.5, -0.51], until_decided=True)
     assert sentence(few).endswith("nats after 2 seeds, too few for an interval.")
@@ -108,13 +107,9 @@ def test_a_sequence_says_when_it_stopped() -> None:
     assert (unclear.seeds_needed.seeds or 0) > (fixed.seeds_needed.seeds or 0)
     # Student's t does not hold for seeds that were added until a decision.
     assert (unclear.p_holm, fixed.p_holm is None) == (None, False)
-    assert set(comparison_table([unclear])[0]) - set(comparison_table([fixed])[0]) == {
-        "confidence sequence"
-    }
-    assert set(comparison_table([fixed])[0]) - set(comparison_table([unclear])[0]) == {
-        "95 % over seeds",
-        "p (Holm)",
-    }
+    heads = [set(comparison_table([one])[0]) for one in (unclear, fixed)]
+    assert heads[0] - heads[1] == {"confidence sequence"}
+    assert heads[1] - heads[0] == {"95 % over seeds", "p (Holm)"}
 
 
 def test_several_settings_are_corrected() -> None:

@@ -32,9 +32,8 @@ def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(tiny_ru
 
 
 def test_a_step_after_a_change_of_optimizer_is_replayed(tiny_run):
-    run = tiny_run(
-        optimizer="muon", max_steps=8, stop_after_steps=4, eval_freq=0, checkpoint_freq=4
-    )
+    how = {"max_steps": 8, "eval_freq": 0, "checkpoint_freq": 4}
+    run = tiny_run(optimizer="muon", stop_after_steps=4, **how)
     change = {"optimizer": "adamw", "max_lr": 6e-4, "allow_change": "optimizer"}
     run.train("--resume=latest", stop_after_steps=None, **change)
     again = open_replay(RecordedRun(run.path, PRETRAINING), first=5, last=5)

@@ -19,10 +19,8 @@ from whole_run import Run
 
 
 def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
-    places = [
-        write_shards(tmp_path / name, train=(1003,), val=(size,))
-        for name, size in (("one", 650), ("other", 800))
-    ]
+    sizes = {"one": 650, "other": 800}
+    places = [write_shards(tmp_path / n, train=(1003,), val=(s,)) for n, s in sizes.items()]
     for seed in (1, 2):
         for name, data in zip("ab", places, strict=True):
             run = Run(data, tmp_path, "--max_steps=2", "--eval_freq=0", "--sample_freq=0")

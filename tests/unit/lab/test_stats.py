@@ -120,10 +120,9 @@ def test_the_power_is_that_of_the_noncentral_t(n: int) -> None:
 @pytest.mark.parametrize("sequential", [False, True])
 def test_more_spread_never_needs_fewer_seeds(sequential: bool) -> None:
     """A power that is NaN in a far tail once made 6 seeds need 29, and between 61 and 171."""
-    found = [
-        lab_stats._fewest_seeds(0.01, sd, alpha=0.025, sequential=sequential)
-        for sd in (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
-    ]
+    how = {"alpha": 0.025, "sequential": sequential}
+    deviations = (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
+    found = [lab_stats._fewest_seeds(0.01, sd, **how) for sd in deviations]
     numbers = [count for count in found if count is not None]
     assert numbers == sorted(numbers)
     assert len(numbers) == 6
@@ -197,10 +196,8 @@ def test_the_stopping_rule_keeps_its_errors_and_its_coverage(mean: float) -> Non
     rows = np.arange(PATHS)
     estimate, half = looks.mean[rows, first], looks.half_width[rows, first]
     assert np.mean(np.abs(estimate - mean) <= half) > 0.95 - binomial(0.05, PATHS)
-    differs, equal = (
-        looks.differs[rows, first],
-        looks.equal[rows, first] & ~looks.differs[rows, first],
-    )
+    differs, equal = looks.differs[rows, first], looks.equal[rows, first]
+    equal &= ~differs
     wrong = (differs & (np.sign(estimate) != np.sign(mean))) | (equal & (mean >= 0.5))
     assert wrong.mean() < ALPHA + binomial(ALPHA, PATHS)
     if mean >= 1.5:

@@ -104,10 +104,9 @@ def test_a_clock_that_goes_back_hides_no_step(here, there, monkeypatch):
 
 def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
     """Return events of which each was written an hour before the one that precedes it, by the clock."""
-    return [
-        {"event": event, "attempt": attempt, "step": step, "time": 2e9 - 3600 * place}
-        for place, (event, attempt, step) in enumerate(events)
-    ]
+    names = ("event", "attempt", "step")
+    lines = [dict(zip(names, event, strict=True)) for event in events]
+    return [line | {"time": 2e9 - 3600 * place} for place, line in enumerate(lines)]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,8 @@ def test_a_complete_run_brings_its_mirror_up_to_date(mirrored, bucket, capsys):
     assert (mirrored.status()["state"], mirrored.status()["mirror"]["step"]) == ("completed", 6)
     before = mirrored.listing()
     mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
-    assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
-        k: v for k, v in before.items() if "run.lock" not in k
-    }
+    lock = {str(mirrored.path / "run.lock"): None}
+    assert mirrored.listing() | lock == before | lock
 
 
 @pytest.mark.parametrize("problem", ["locked", "unwritable"])

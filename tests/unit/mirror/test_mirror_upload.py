@@ -52,9 +52,8 @@ class Following:
 
     def __init__(self, run_dir: Path, mirror: Mirror | None = None, **options: Any) -> None:
         self.mirror = mirror or connect("troubled://bucket", "run")
-        self.uploader = Uploader(
-            self.mirror, run_dir, **{"keep": 10, "keep_emergency": 1, **options}
-        )
+        how = {"keep": 10, "keep_emergency": 1, **options}
+        self.uploader = Uploader(self.mirror, run_dir, **how)
         self.warnings: list[str] = []
         self.report: MirrorReport | None = None
         self._news = threading.Event()

@@ -23,9 +23,8 @@ from tiny import flags_for
 
 def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(T)
-    return [
-        torch.randn(2, 3, T, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    ]
+    drawn = (torch.randn(2, 3, T, 16, generator=generator) for _ in range(3))
+    return [one.to(dtype).requires_grad_() for one in drawn]
 
 
 @pytest.mark.parametrize("T", [1, 7, 64])
@@ -100,25 +99,19 @@ def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen, cap):
     for found, expected in zip(*results, strict=True):
         assert found.dtype == torch.float32
         # bf16: gradients of up to a few units, of products rounded to 8 bits.
-        torch.testing.assert_close(
-            found, expected, rtol=1e-5 if exact else 2**-7, atol=1e-5 if exact else 2**-6
-        )
+        atol = 1e-5 if exact else 2**-6
+        torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 2**-7, atol=atol)
 
 
 def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(monkeypatch):
     """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
-    model = build_model(
-        ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=10),
-        seed=0,
-        device=torch.device("cpu"),
-    )
+    shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "context_length": 4, "vocab_size": 10}
+    model = build_model(ModelConfig(**shape), seed=0, device=torch.device("cpu"))
     ids, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, -1, 0, 9]])
     expected = cross_entropy_sum(model(ids), targets)
     taken: list[bool] = []
     real = GradientInForward.apply
-    monkeypatch.setattr(
-        GradientInForward, "apply", lambda *given: taken.append(True) or real(*given)
-    )
+    monkeypatch.setattr(GradientInForward, "apply", lambda *a: taken.append(True) or real(*a))
     assert torch.equal(model(ids, targets), expected)
     assert not taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -170,8 +163,7 @@ def test_fast_paths_follow_the_plain_fp32_loss(tiny_run, tmp_path):
     for name, flags in kinds.items():
         run = tiny_run(*shape, *flags_for(**length, **quiet), data=tmp_path / "data" / "shards")
         words = [flag for flag in run.flags if not flag.startswith(("--dtype", "--compile"))]
-        done = launch.train([*words, *flags])
-        assert done.returncode == 0, done.stderr
+        launch.worked(launch.train([*words, *flags]))
         losses[name] = [event["loss"] for event in run.events("step")]
     assert len(losses["plain"]) == 30
 

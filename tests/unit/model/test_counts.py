@@ -33,9 +33,8 @@ def random_shapes(count: int) -> list[ModelConfig]:
     ]
 
 
-SHAPES = {name: preset(name).model for name in PRESETS} | {
-    f"random {i}": model for i, model in enumerate(random_shapes(20))
-}
+SHAPES = {name: preset(name).model for name in PRESETS}
+SHAPES |= {f"random {i}": model for i, model in enumerate(random_shapes(20))}
 
 
 @pytest.mark.parametrize("name", SHAPES)

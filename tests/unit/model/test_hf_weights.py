@@ -64,9 +64,8 @@ def test_a_folder_without_prefix_and_with_masks_is_read_too(theirs, folder, tmp_
     plain = {name.removeprefix("transformer."): t for name, t in tensors_of(folder).items()}
     plain["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     old = rewrite(folder, tmp_path / "old", plain)
-    for (name, a), b in zip(
-        load_hf(old).named_parameters(), load_hf(folder).parameters(), strict=True
-    ):
+    pairs = zip(load_hf(old).named_parameters(), load_hf(folder).parameters(), strict=True)
+    for (name, a), b in pairs:
         assert torch.equal(a, b), name
 
 

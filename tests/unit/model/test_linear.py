@@ -31,11 +31,8 @@ def test_gradients_are_those_of_torch(trains_weight):
 @pytest.mark.parametrize("trains_weight", [True, False])
 def test_a_frozen_weight_costs_no_product(trains_weight):
     x, weight = torch.randn(3, 64, 8), torch.randn(24, 8)
-    ctx = SimpleNamespace(
-        saved_tensors=(x, weight),
-        dtype=x.dtype,
-        needs_input_grad=(not trains_weight, trains_weight),
-    )
+    needs = (not trains_weight, trains_weight)
+    ctx = SimpleNamespace(saved_tensors=(x, weight), dtype=x.dtype, needs_input_grad=needs)
     _, of_weight, _ = SumsBiasByRow.backward(ctx, torch.randn(3, 64, 24))
     assert (of_weight is not None) == trains_weight
 

@@ -131,13 +131,11 @@ def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions)
 
 
 def test_dropout_acts_in_training_mode_only():
-    config = ModelConfig(
-        n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=97, dropout=0.3
-    )
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16}
+    config = ModelConfig(**shape, vocab_size=97, dropout=0.3)
     model, ids = build_model(config, seed=1, device=CPU), random_ids(config)
-    plain = build_model(
-        override(Config(), {**vars(config), "dropout": 0.0}).model, seed=1, device=CPU
-    )
+    without = override(Config(), {**vars(config), "dropout": 0.0})
+    plain = build_model(without.model, seed=1, device=CPU)
     with torch.no_grad():
         model.train()
         torch.manual_seed(0)
@@ -158,9 +156,8 @@ def test_dropout_acts_in_training_mode_only():
 @pytest.mark.parametrize(("rows", "count"), [(50304, NUM_TOKENS), (384, 300)])
 def test_padding_rows_take_no_part_in_the_training_loss(chunked, head, rows, count):
     """One rule for training and validation: the softmax is over the tokenizer's ids alone."""
-    config = ModelConfig(
-        n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=rows, num_tokens=count, **head
-    )
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": 8}
+    config = ModelConfig(**shape, vocab_size=rows, num_tokens=count, **head)
     model = disturbed(config)
     ids = torch.randint(0, count, (2, 9), generator=torch.Generator().manual_seed(3))
     tokens, targets = ids[:, :-1], ids[:, 1:]

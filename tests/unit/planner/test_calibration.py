@@ -37,9 +37,8 @@ def test_rates_are_recovered_from_runs_of_different_shapes():
         dataclasses.replace(base, n_layer=L, n_embd=C, n_head=1, vocab_size=V, context_length=T)
         for L, C, V, T in shapes
     ]
-    seen = [
-        MeasuredStep(w := work(m, micro_batch=4, accumulation=1), truth.seconds(w)) for m in models
-    ]
+    sizes = [work(m, micro_batch=4, accumulation=1) for m in models]
+    seen = [MeasuredStep(w, truth.seconds(w)) for w in sizes]
     prior = timing.processor(1e11, KNOWN, bf16=False)
     rates = fit_rates(prior, seen[:-1], spread=1.0)
     assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
@@ -68,10 +67,9 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
 
 def test_recomputing_costs_time_and_is_learned_as_what_it_was():
     model = preset("gpt2").model
-    plain, selective, block = (
-        on("H100").rates.seconds(work(model, micro_batch=8, accumulation=2, recompute=mode))
-        for mode in ("none", "selective", "block")
-    )
+    modes = ("none", "selective", "block")
+    works = (work(model, micro_batch=8, accumulation=2, recompute=mode) for mode in modes)
+    plain, selective, block = map(on("H100").rates.seconds, works)
     assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
     prior = timing.processor(1e11, KNOWN, bf16=False)
     learned, _ = calibration.calibrate(prior, [record(recompute="block")], KIND, spread=1.0)
@@ -120,9 +118,8 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update():
 def test_the_cost_of_hellaswag_is_learned_from_a_run():
     """An item in one text that costs as much as training on 100 tokens, predicted for two texts and for one."""
     config = preset("gpt2-nano")
-    steps = {
-        **{"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1},
-    }
+    steps = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5}
+    steps["peak_memory_bytes"] = 1
     events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
     token = 0.5 / config.batch.total_batch_size
     scored = {"n": 30, "seconds": 30 * 2 * 100 * token}

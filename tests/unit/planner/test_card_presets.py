@@ -36,11 +36,8 @@ def job_of(start: Start) -> Job:
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-medium"])
 def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
     world = WORLDS[name]
-    plain = resolve(
-        parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"]),
-        world_size=world,
-        set_aside=False,
-    )
+    request = parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"])
+    plain = resolve(request, world_size=world, set_aside=False)
     start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
     before, after = to_flat(plain.config), to_flat(start.config)
     cut = {"mini_batch_size", "activation_checkpointing"}

@@ -45,10 +45,8 @@ def test_matrices_gathered_in_bf16_are_half_the_bytes_and_all_are_timed(model):
     """The gradients of vectors are scattered once instead of with each of three micro-batches; their sum stays fp32."""
     matrices = 12 * model.n_layer * model.n_embd**2
     vectors = model.n_layer * count_block_parameters(model) - matrices
-    fp32, bf16 = (
-        step_bytes(model, parallel="fsdp", accumulation=3, param_dtype=dtype)
-        for dtype in ("fp32", "bf16")
-    )
+    how = {"parallel": "fsdp", "accumulation": 3}
+    fp32, bf16 = (step_bytes(model, param_dtype=dtype, **how) for dtype in ("fp32", "bf16"))
     assert fp32["all_gather"] - bf16["all_gather"] == 3 * 2 * 2 * matrices + 5 * 4 * vectors
     assert fp32["reduce_scatter"] - bf16["reduce_scatter"] == 2 * 4 * vectors
     expected = sum(size * wire_share(kind, world_size=4) for kind, size in bf16.items()) / 1e9

@@ -96,9 +96,8 @@ def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
     assert found["estimate"]["fits_in_window"] is True
     assert {"batch_size", "gradient_accumulation_steps", "max_length"} <= set(found["profile"])
     assert found["model"]["parameters"] == 124_475_904
-    assert sum(found["breakdown"].values()) == pytest.approx(
-        3600 * found["estimate"]["estimated_hours"]
-    )
+    hours = found["estimate"]["estimated_hours"]
+    assert sum(found["breakdown"].values()) == pytest.approx(3600 * hours)
     assert found["actual"] is None
 
 
@@ -270,9 +269,8 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, ca
     estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
     found = json.loads(capsys.readouterr().out)["memory"]
     config = history.read_config(a_run)
-    expected = memory.StepMemory(
-        config, micro_batch=16, accumulation=8, dtype="bf16", world_size=4
-    ).peak()
+    how = {"micro_batch": 16, "accumulation": 8, "dtype": "bf16", "world_size": 4}
+    expected = memory.StepMemory(config, **how).peak()
     assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
 
 

@@ -70,8 +70,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(tiny_fla
 @pytest.mark.slow
 def test_max_hours_ends_all_processes_at_one_step(tiny_flags, tmp_path):
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    done = train_in_forks([*tiny_flags, *endless, "--max_hours=0.002"], world=2)
-    assert done.returncode == 0, done.stderr
+    launch.worked(train_in_forks([*tiny_flags, *endless, "--max_hours=0.002"], world=2))
     (stop,) = events(tmp_path / "runs" / "tiny", "stop")
     assert stop["reason"] == "max_hours"
 
@@ -112,15 +111,13 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
         return {"mini_batch_size": 2}
 
     monkeypatch.setattr(measuring, "find_batch_size", search)
-    plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
-    command = parse([*plain, "--mini_batch_size=auto"])
+    command = parse([*tiny_flags, "--mini_batch_size=auto"])
     start = resolve(command, world_size=1, set_aside=False)
 
     def choose(request: RunRequest, memory: list[float | None]) -> dict[str, Any]:
         planner, plan, folder = TrainingPlanner(), start.plan, start.run_dir
-        return planner.choose(
-            request, start.config, plan, run_dir=folder, train_tokens=1, memory=memory
-        )
+        how = {"run_dir": folder, "train_tokens": 1, "memory": memory}
+        return planner.choose(request, start.config, plan, **how)
 
     assert choose(command, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
     assert offered == [2e9]
@@ -135,13 +132,12 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
 
 @pytest.mark.slow
 def test_an_automatic_mini_batch_is_found_stored_and_used_again(tiny_flags, tmp_path):
-    plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
-    train([*plain, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"])
+    train([*tiny_flags, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"])
     run_dir = tmp_path / "runs" / "tiny"
     found = json.loads((run_dir / "config.json").read_text())["mini_batch_size"]
     assert 8 % found == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"], "trials leave nothing"
-    train([*plain, "--mini_batch_size=auto", "--resume=latest"])
+    train([*tiny_flags, "--mini_batch_size=auto", "--resume=latest"])
     assert json.loads((run_dir / "config.json").read_text())["mini_batch_size"] == found
     train([*tiny_flags, "--max_steps=4", "--run_name=other"])
     other = steps(tmp_path / "runs" / "other")

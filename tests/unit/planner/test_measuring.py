@@ -43,9 +43,8 @@ def test_a_trial_without_a_rate_is_no_answer(tmp_path, monkeypatch):
     """A Slurm job that is about to end stops each trial at its first step."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     with pytest.raises(NoSourceError, match=r"mini_batch_size 1: the trial took [01] of 6 steps"):
-        measuring.find_batch_size(
-            small_job(), tmp_path, max_batch=8, memory_bytes=None, target=0.9, on_gpu=False
-        )
+        how = {"max_batch": 8, "memory_bytes": None, "target": 0.9, "on_gpu": False}
+        measuring.find_batch_size(small_job(), tmp_path, **how)
 
 
 def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, monkeypatch):
@@ -60,9 +59,8 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
         return measuring.Trial(log, {}, {}, None, out_of_memory=False)
 
     monkeypatch.setattr(measuring, "run_trial", trial)
-    found = measuring.find_batch_size(
-        small_job(), tmp_path, max_batch=8, memory_bytes=1e12, target=0.9, on_gpu=False
-    )
+    how = {"max_batch": 8, "memory_bytes": 1e12, "target": 0.9, "on_gpu": False}
+    found = measuring.find_batch_size(small_job(), tmp_path, **how)
     assert seen == [1, 2]
     assert (found["mini_batch_size"], found["largest_verified"]) == (2, 2)
 

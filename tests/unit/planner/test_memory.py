@@ -145,11 +145,8 @@ def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
 
 
-REAL = [
-    (shape(3, 128, 4, 128, 4096), 4, 1),
-    (shape(2, 192, 3, 64, 8192), 3, 2),
-    (shape(3, 128, 4, 128, 1000), 4, 2),
-]
+REAL = [(shape(3, 128, 4, 128, 4096), 4, 1), (shape(2, 192, 3, 64, 8192), 3, 2)]
+REAL.append((shape(3, 128, 4, 128, 1000), 4, 2))
 
 
 # A processor without bf16 takes ten times as long for it: each test has one such case by default.
@@ -222,11 +219,8 @@ def real_peak(
     if tuning.lora_r:
         add_lora(model, tuning)
     strategy = Alone(dtype, recompute=recompute)
-    wrapped = (
-        strategy.prepare(model, lambda m: PackedGPT(m, END_OF_TEXT))
-        if tuning.instructions
-        else strategy.prepare(model)
-    )
+    rows = (lambda m: PackedGPT(m, END_OF_TEXT),) if tuning.instructions else ()
+    wrapped = strategy.prepare(model, *rows)
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
     return peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
 
@@ -262,14 +256,10 @@ def _comes_and_goes(case: dict[str, Any]) -> bool:
 
 
 def _is_predicted(case: dict[str, Any], peak: float) -> bool:
-    memory = predicted(
-        ModelConfig(**case["model"]),
-        *(case[name] for name in ("B", "A", "dtype", "optimizer")),
-        world_size=2,
-        parallel=case["parallel"],
-        fsdp_param_dtype=case["param_dtype"],
-        activation_checkpointing=case["recompute"],
-    )
+    how = {"parallel": case["parallel"], "fsdp_param_dtype": case["param_dtype"]}
+    how |= {"activation_checkpointing": case["recompute"], "world_size": 2}
+    shares = (case[name] for name in ("B", "A", "dtype", "optimizer"))
+    memory = predicted(ModelConfig(**case["model"]), *shares, **how)
     margin = 0.05 if _comes_and_goes(case) else 0.01
     return memory.tensors == pytest.approx(peak, rel=margin)
 
@@ -277,11 +267,7 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 sizes = st.builds(
     lambda L, D, H, T, V, options: dataclasses.replace(shape(L, D * H, H, T, V), **options),
-    st.integers(1, 12),
-    st.integers(8, 128),
-    st.integers(1, 12),
-    st.integers(8, 2048),
-    st.integers(64, 60_000),
+    *(st.integers(*ends) for ends in ((1, 12), (8, 128), (1, 12), (8, 2048), (64, 60_000))),
     st.sampled_from([{}, MODERN]),
 )
 
@@ -291,17 +277,11 @@ def peak(config: ModelConfig, B: int, A: int, dtype: str, world: int = 1) -> int
 
 
 @examples
-@given(
-    config=sizes, B=st.integers(1, 32), A=st.integers(1, 4), dtype=st.sampled_from(["bf16", "fp32"])
-)
+@given(sizes, st.integers(1, 32), st.integers(1, 4), st.sampled_from(["bf16", "fp32"]))
 def test_memory_grows_with_everything(config, B, A, dtype):
     here = peak(config, B, A, dtype)
-    more = {
-        "n_layer": config.n_layer + 1,
-        "n_embd": config.n_embd + config.n_head,
-        "context_length": config.context_length + 1,
-        "vocab_size": config.vocab_size + 1,
-    }
+    more = {"n_layer": config.n_layer + 1, "n_embd": config.n_embd + config.n_head}
+    more |= {name: getattr(config, name) + 1 for name in ("context_length", "vocab_size")}
     for name, value in more.items():
         larger = peak(dataclasses.replace(config, **{name: value}), B, A, dtype)
         # Where the optimizer's step is the peak, a longer context adds learned positions alone.

@@ -97,20 +97,17 @@ def test_evaluations_cost_more_only_where_they_run_uncompiled(n_layer, is_cpu, s
     constants["eager_eval_factor"] *= 2
     machine = dataclasses.replace(on("H100"), is_cpu=is_cpu)
     job = job_for(n_layer=n_layer)
-    once, twice = (
-        estimating.event_costs(job, machine, known).seconds["eval"]
-        for known in (KNOWN, dataclasses.replace(KNOWN, constants=constants))
-    )
+    dearer = dataclasses.replace(KNOWN, constants=constants)
+    costs = (estimating.event_costs(job, machine, known) for known in (KNOWN, dearer))
+    once, twice = (cost.seconds["eval"] for cost in costs)
     assert twice == pytest.approx(slower * once)
 
 
 @pytest.mark.parametrize("gpu", NVLINK)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
 def test_more_cards_are_never_slower_on_nvlink(gpu, model):
-    times = [
-        predict(gpu, gpus=n, model=model, mini_batch_size=4, tokens="10B").step.value
-        for n in (1, 2, 4, 8)
-    ]
+    how = {"model": model, "mini_batch_size": 4, "tokens": "10B"}
+    times = [predict(gpu, gpus=n, **how).step.value for n in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
     assert times[0] / times[-1] <= 8
 
@@ -143,9 +140,8 @@ def test_scaling_is_that_of_the_published_model():
 
     def efficiency(gpu: str, gpus: int, **more: object) -> float:
         def step(n: int, **how: object) -> float:
-            return estimate(
-                job_for(world=n, tokens="10B", mini_batch_size=16), on(gpu, gpus=n, **how), KNOWN
-            ).step.value
+            job = job_for(world=n, tokens="10B", mini_batch_size=16)
+            return estimate(job, on(gpu, gpus=n, **how), KNOWN).step.value
 
         return step(1) / (gpus * step(gpus, **more))
 

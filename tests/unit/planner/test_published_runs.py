@@ -125,9 +125,8 @@ def test_small_work_is_slower_than_large():
     sizes = [rate("B200", mini_batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
     assert sizes == sorted(sizes)
     assert rate("H100", model="gpt2-nano") < 2e6
-    mfu = [
-        predict("H100", model=m, steps="9").mfu or 0 for m in ("gpt2-micro", "gpt2-mini", "gpt2")
-    ]
+    names = ("gpt2-micro", "gpt2-mini", "gpt2")
+    mfu = [predict("H100", model=m, steps="9").mfu or 0 for m in names]
     assert mfu == sorted(mfu)
 
 
@@ -140,9 +139,8 @@ def test_where_launches_take_the_time_the_interval_says_how_little_is_known():
 
 def test_the_power_of_a_board_limits_its_matmuls():
     """PCIe cards of a chip do not reach its data sheet: 350 W pay for half of what an H100 has on it."""
-    known = {
-        name: KNOWN.gpu(name).sustained_flops(1.0) or 0 for name in ("H100", "H100-PCIe", "L4")
-    }
+    names = ("H100", "H100-PCIe", "L4")
+    known = {name: KNOWN.gpu(name).sustained_flops(1.0) or 0 for name in names}
     assert known["H100"] == 794.5e12  # measured
     assert known["H100-PCIe"] == pytest.approx(350 / 0.88e-12)
     assert known["L4"] < 0.5 * 121e12

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import launch
+from browser import CHROMIUM, needs_browser
 from gpt2lab.report import curves
 from gpt2lab.report.charts import Scale
 from gpt2lab.report.page import render
@@ -22,11 +23,6 @@ from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.summary import describe_run
 from launch import call
 from tiny import parse, pretrain
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium here; apt-get install chromium"
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +67,8 @@ def test_the_page_tells_the_run_s_own_numbers(run_dir):
     assert f"validation loss {evals[4]['val_loss']:.4f} ± {evals[4]['val_loss_se']:.4f}" in text
     assert "r completed" in text
     assert re.search(r"1 20\S+ \S+ 0 → 3 1 fresh - stop_after_steps", text)
-    assert re.search(
-        r"2 20\S+ \S+ 2 → 4 1 changed max_lr 0.0006 → 0.0001 ?min_lr 6e-05 → 1e-05 completed", text
-    )
+    row = r"2 20\S+ \S+ 2 → 4 1 changed max_lr 0.0006 → 0.0001 ?min_lr 6e-05 → 1e-05 completed"
+    assert re.search(row, text)
     assert re.search(r"max_lr 0\.0001 0\.0006", text)  # among the settings: the preset's
     for event in launch.events(run_dir, "sample"):
         assert event["text"] in html.unescape(re.sub(r"</?span[^>]*>", "", page))
@@ -158,9 +153,8 @@ def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
     append(run_dir, event="sample", step=5, text="something else", seconds=0.1)
     page = render(run_dir)
     parts = re.findall(r"<pre>(?:<span class=\"prompt\"[^>]*>(.*?)</span>)?(.*?)</pre>", page)
-    assert parts[:3] == [
-        *(("old", " and the rest"), ("&lt;b&gt;new", " and the rest"), ("", "something else")),
-    ]
+    rest = " and the rest"
+    assert parts[:3] == [("old", rest), ("&lt;b&gt;new", rest), ("", "something else")]
 
 
 def test_several_runs_share_a_page(run_dir, tmp_path):
@@ -203,11 +197,8 @@ def test_losses_of_different_tokenizers_are_drawn_by_the_byte(run_dir, has_bytes
             (folder / "metrics.jsonl").write_text(log.replace("bits_per_byte", "unknown"))
     panel = curves.panels_of([curves.read_curves(folder) for folder in (run_dir, other)])[0]
     assert unit in panel.title
-    shown = [
-        (line.curve.y[-1], line.curve.error[-1])
-        for line in panel.lines
-        if line.curve.error is not None
-    ]
+    measured = [line.curve for line in panel.lines if line.curve.error is not None]
+    shown = [(curve.y[-1], curve.error[-1]) for curve in measured]
     assert shown == ([(2.0, 0.2), (8.0, 0.8)] if has_bytes else [(4.0, 0.4)] * 2)
 
 
@@ -405,8 +396,7 @@ def test_hostile_text_is_shown_and_does_nothing(run_dir, tmp_path, listener):
     other = f'"\'><script>{ACTS}<script><img src=x onerror="{ACTS}">'
     shutil.copytree(run_dir, run_dir.with_name(other))
     name, page = html.escape(f"r, {other}", quote=False), tmp_path / "page.html"
-    code, _, error = call("report", run_dir, run_dir.with_name(other), "--out", page)
-    assert code == 0, error
+    launch.worked(call("report", run_dir, run_dir.with_name(other), "--out", page))
     document = browse(page, "--dump-dom")
     assert f"<title>{name}</title>" in document
     assert not re.findall(r"<(?:img|svg onload)", document)

@@ -69,9 +69,8 @@ def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys
 
 def test_on_a_terminal_it_is_one_line_that_goes_when_something_is_printed():
     program = "import time; from gpt2lab.commands import entry; from gpt2lab.runs import console; "
-    program += (
-        "console.BEAT_SECONDS = 0.0; entry.run(lambda argv: time.sleep(2) or print('done') or 0)"
-    )
+    program += "console.BEAT_SECONDS = 0.0; "
+    program += "entry.run(lambda argv: time.sleep(2) or print('done') or 0)"
     shown = on_terminal([sys.executable, "-c", program], columns=80)
     *_, last = shown.split("\n")[:-1]
     assert re.search(r"\rworking: 1 s so far", shown)
@@ -95,12 +94,9 @@ def test_in_a_file_long_work_is_plain_lines_and_in_the_log_ever_more_rarely(
         logger.show("only for a terminal")
     logger.say("compiled")
     logger.close()
+    what = "compiling the step, about 40s"
     shown, log = (
-        [
-            "compiling the step, about 40s",
-            *(f"compiling the step, about 40s: {seconds} s so far" for seconds in told),
-            "compiled",
-        ]
+        [what, *(f"{what}: {seconds} s so far" for seconds in told), "compiled"]
         for told in (range(4, 61, 4), (4, 8, 16, 32))
     )
     assert capsys.readouterr().out.splitlines() == shown

@@ -16,10 +16,8 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
     for attempt, begin, end in attempts:
         events.append({"event": "begin", "attempt": attempt, "step": begin, "time": 0.0})
         events[-1] |= {"max_steps": 9, "world_size": 1}
-        events += [
-            {"event": "step", "attempt": attempt, "step": step, "time": 0.0, "loss": 1.0}
-            for step in range(begin + 1, end + 1)
-        ]
+        one = {"event": "step", "attempt": attempt, "time": 0.0, "loss": 1.0}
+        events += [one | {"step": step} for step in range(begin + 1, end + 1)]
     return Log.of(events)
 
 
@@ -28,23 +26,16 @@ def test_each_task_shows_its_newest_evaluation(tmp_path):
     add_tasks(tmp_path, log, 4, {"a": {"n": 1, "metrics": {}}, "b": {"n": 2, "metrics": {}}})
     add_tasks(tmp_path, log, 8, {"b": {"n": 3, "metrics": {}}})
     add_tasks(tmp_path, log, 8, {"c": {"n": 4, "metrics": {}}})
-    assert newest_tasks(tmp_path, log) == {
-        "a": (4, {"n": 1, "metrics": {}}),
-        "b": (8, {"n": 3, "metrics": {}}),
-        "c": (8, {"n": 4, "metrics": {}}),
-    }
-    assert newest_tasks(tmp_path, log, 4) == {
-        "a": (4, {"n": 1, "metrics": {}}),
-        "b": (4, {"n": 2, "metrics": {}}),
-    }
+    a, b, c, d = ({"n": n, "metrics": {}} for n in (1, 2, 3, 4))
+    assert newest_tasks(tmp_path, log) == {"a": (4, a), "b": (8, c), "c": (8, d)}
+    assert newest_tasks(tmp_path, log, 4) == {"a": (4, a), "b": (4, b)}
 
 
 def test_weights_that_the_run_left_are_not_shown(tmp_path):
     """The second start goes back to step 4 and takes steps 5 to 8 again."""
     add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1, "metrics": {}}})
-    add_tasks(
-        tmp_path, log_of((1, 0, 8)), 8, {"a": {"n": 2, "metrics": {}}, "b": {"n": 2, "metrics": {}}}
-    )
+    tasks = {name: {"n": 2, "metrics": {}} for name in "ab"}
+    add_tasks(tmp_path, log_of((1, 0, 8)), 8, tasks)
     again = log_of((1, 0, 8), (2, 4, 8))
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
     add_tasks(tmp_path, again, 8, {"a": {"n": 3, "metrics": {}}})

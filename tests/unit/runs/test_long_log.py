@@ -54,9 +54,8 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
         expected = [steps[number].get(name) for number in sorted(steps)]
         expected = [np.nan if value is None else value for value in expected]
         np.testing.assert_array_equal(log.column(name), expected)
-    assert [log.step(number) for number in sorted(steps)][::41] == [
-        steps[number] for number in sorted(steps)
-    ][::41]
+    chosen = sorted(steps)[::41]
+    assert [log.step(number) for number in chosen] == [steps[number] for number in chosen]
     assert log.step(0) is log.step(10**6) is None
     assert log.last_step() == steps[max(steps)]
     assert {event["step"]: event for event in log.current_steps()} == steps

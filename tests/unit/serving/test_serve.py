@@ -53,9 +53,8 @@ def text(port: int, **more: Any) -> Any:
 def test_a_completion_is_the_text_that_sample_draws(port, runs):
     found = text(port, max_tokens=12, temperature=0.8, top_p=0.9)
     flags = ["--prompt=Hello", "--seed=7", "--max_new_tokens=12", "--temperature=0.8"]
-    done = launch.call(
-        "sample.py", "tuned", *flags, "--top_p=0.9", f"--checkpoint_dir={runs}", "--device=cpu"
-    )
+    words = (*flags, "--top_p=0.9", f"--checkpoint_dir={runs}", "--device=cpu")
+    done = launch.call("sample.py", "tuned", *words)
     (choice,) = found["choices"]
     assert f"Hello{choice['text']}\n" == done.stdout
     assert choice["finish_reason"] == "length"
@@ -213,12 +212,9 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 LONE = st.just("\ud800")
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text() | LONE}
-    ),
-    max_size=3,
-)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+MESSAGE = st.fixed_dictionaries({"role": ROLES, "content": st.text() | LONE})
+MESSAGES = st.lists(MESSAGE, max_size=3)
 FIELDS = {
     "model": st.just("tuned"),
     "prompt": st.text(max_size=30) | LONE | st.lists(st.integers(-1, 50257), max_size=4),
@@ -231,9 +227,8 @@ FIELDS = {
     "stream": st.booleans(),
     "\ud800": st.just(1),
 }
-BODIES = st.fixed_dictionaries(
-    {}, optional={name: st.one_of(good, good, good, VALUES) for name, good in FIELDS.items()}
-)
+OPTIONAL = {name: st.one_of(good, good, good, VALUES) for name, good in FIELDS.items()}
+BODIES = st.fixed_dictionaries({}, optional=OPTIONAL)
 
 
 @settings(max_examples=int(os.environ.get("FUZZ", "25")), deadline=None)

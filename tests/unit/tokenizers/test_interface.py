@@ -132,9 +132,8 @@ def test_gpt2_is_recognised_in_any_form(tmp_path, trained):
     assert open_tokenizer(str(old)) is GPT2
     model = json.loads(trained.tokenizer_json())["model"]
     (old / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (old / "merges.txt").write_text(
-        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
-    )
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (old / "merges.txt").write_text(f"#version: 0.2\n{merges}")
     found = open_tokenizer(str(old))
     assert found.encode(TEXTS[0]) == trained.encode(TEXTS[0])
     assert (found.size, found.end_of_text) == (400, 0)
@@ -157,9 +156,8 @@ def test_the_end_of_text_is_said_where_it_is_not_clear(trained, tmp_path):
             {**values["added_tokens"][0], "id": 0 if n == 0 else 399 + n, "content": name}
             for n, name in enumerate(names)
         ]
-        values["model"]["vocab"] = {
-            token: id for token, id in values["model"]["vocab"].items() if id
-        } | {names[0]: 0}
+        kept = {token: id for token, id in values["model"]["vocab"].items() if id}
+        values["model"]["vocab"] = kept | {names[0]: 0}
         path.write_text(json.dumps(values))
         return str(path)
 
@@ -196,11 +194,8 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
 
 
 def meta_of(characters: str) -> dict[str, object]:
-    return {
-        "vocab_size": len(characters),
-        "itos": dict(enumerate(characters)),
-        "stoi": {one: id for id, one in enumerate(characters)},
-    }
+    itos = dict(enumerate(characters))
+    return {"vocab_size": len(itos), "itos": itos, "stoi": {one: id for id, one in itos.items()}}
 
 
 def test_nanogpts_characters_are_read(tmp_path):
@@ -254,9 +249,8 @@ def test_training_depends_neither_on_order_nor_on_threads(trained):
         "print(train_bpe(CORPUS, 400).hash)"
     )
     for threads in ("1", "3"):
-        answer = launch.python(
-            "-c", code, RAYON_NUM_THREADS=threads, PYTHONPATH=os.pathsep.join(sys.path)
-        )
+        environment = {"RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
+        answer = launch.python("-c", code, **environment)
         assert answer.stdout.strip() == trained.hash, answer.stderr
 
 
@@ -274,5 +268,4 @@ def test_tokenizers_are_opened_without_torch():
         "opening.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )
-    done = launch.python("-c", code)
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.python("-c", code))

@@ -40,18 +40,13 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     run_dir = tmp_path / "runs" / "tiny"
     written, events = open_tensorboard(run_dir), history.read_events(run_dir)
     for tag, (kind, field, factor) in SCALARS.items():
-        expected = {
-            line["step"]: line[field] * factor
-            for line in events
-            if line["event"] == kind and line[field] is not None
-        }
+        of_kind = [line for line in events if line["event"] == kind and line[field] is not None]
+        expected = {line["step"]: line[field] * factor for line in of_kind}
         mirrored = {scalar.step: scalar.value for scalar in written.Scalars(tag)}
         assert expected, tag
         assert mirrored == pytest.approx(expected, rel=1e-6), tag
-    texts = {
-        text.step: text.tensor_proto.string_val[0].decode()
-        for text in written.Tensors("Generated_Samples/text/text_summary")
-    }
+    shown = written.Tensors("Generated_Samples/text/text_summary")
+    texts = {text.step: text.tensor_proto.string_val[0].decode() for text in shown}
     assert texts == {line["step"]: line["text"] for line in events if line["event"] == "sample"}
     assert set(texts) == {2, 4}
     (settings,) = written.Tensors("hparams/text_summary")
@@ -79,21 +74,15 @@ def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path)
         inner = ((tensor > found.bucket_limit[20]) & (tensor <= found.bucket_limit[40])).sum()
         assert sum(found.bucket[21:41]) == pytest.approx(inner, abs=0.01 * tensor.size + 2)
     # The norm of step 4 is of the gradients before clipping; here nothing is clipped.
-    squares = [
-        written.Histograms(tag)[-1].histogram_value.sum_squares
-        for tag in expected
-        if tag.startswith("Gradients/")
-    ]
+    tags = [tag for tag in expected if tag.startswith("Gradients/")]
+    squares = [written.Histograms(tag)[-1].histogram_value.sum_squares for tag in tags]
     norm = launch.steps(watched)[4]["grad_norm"]
     assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
 
 
 def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path):
-    weights = {
-        "nan": torch.tensor([1.0, math.nan]),
-        "infinite": torch.tensor([1.0, math.inf]),
-        "same": torch.full((3, 2), 2.0),
-    }
+    weights = {"nan": torch.tensor([1.0, math.nan]), "infinite": torch.tensor([1.0, math.inf])}
+    weights["same"] = torch.full((3, 2), 2.0)
     config = override(Config(), {"use_tensorboard": True, "histogram_freq": 1})
     start = SimpleNamespace(config=config, run_dir=tmp_path, plan=SimpleNamespace(max_steps=1))
     model = SimpleNamespace(named_parameters=weights.items)
@@ -124,9 +113,8 @@ def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path):
 
     pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
     content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
-    data = plugin_data_pb2.HParamsPluginData.FromString(
-        content["_hparams_/session_start_info"].plugin_data.content
-    )
+    plugin = content["_hparams_/session_start_info"].plugin_data
+    data = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
     settings = data.session_start_info.hparams
     assert settings["n_embd"].number_value == 32
     assert settings["dtype"].string_value == "fp32"
@@ -180,9 +168,8 @@ def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(run_
     (file,) = (run_dir / "tensorboard").iterdir()
     read = EventAccumulator(str(file))
     read.Reload()
-    assert [e.wall_time for e in read.Scalars("Loss/train")] == [
-        event["time"] for event in steps(run_dir).values()
-    ]
+    times = [event["time"] for event in steps(run_dir).values()]
+    assert [e.wall_time for e in read.Scalars("Loss/train")] == times
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
 
 
@@ -205,7 +192,6 @@ def test_the_files_are_those_of_rank_zero_alone(tiny_run):
     """TensorBoard looks at gradients before each update, and the other ranks have none of its files."""
     run = tiny_run()
     flags = [*run.flags, "--max_steps=2", "--use_tensorboard", "--histogram_freq=1"]
-    done = launch.train_in_forks(flags, world=2)
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks(flags, world=2))
     assert "has ended" not in done.stdout + done.stderr
     assert list((run.path / "tensorboard").iterdir())

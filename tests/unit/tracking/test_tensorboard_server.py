@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from launch import HANG_SECONDS, script
+from launch import HANG_SECONDS, script, worked
 
 
 def free_port() -> int:
@@ -27,13 +27,11 @@ def show(folder: Path, *words: object) -> tuple[int, str, str]:
 def test_a_server_is_started_once_and_ended_alone(tmp_path):
     port = free_port()
     try:
-        code, said, error = show(tmp_path, "--port", port)
-        assert code == 0, error
+        said = worked(show(tmp_path, "--port", port)).stdout
         assert f"http://localhost:{port}/" in said
         process = psutil.Process(json.loads((tmp_path / ".tensorboard.pid").read_text())["pid"])
-        with urllib.request.urlopen(
-            f"http://localhost:{port}/data/logdir", timeout=HANG_SECONDS
-        ) as answer:
+        address = f"http://localhost:{port}/data/logdir"
+        with urllib.request.urlopen(address, timeout=HANG_SECONDS) as answer:
             assert json.loads(answer.read())["logdir"] == str(tmp_path)
         listens = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
         assert listens

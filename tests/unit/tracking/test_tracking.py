@@ -100,11 +100,8 @@ def test_the_mirror_shows_what_tensorboard_shows(plain, tmp_path, monkeypatch):
     assert attempts == [1, 1, 1, 1]
     assert options["config"]["n_embd"] == 16
     for tag, (kind, field, factor) in SCALARS.items():
-        expected = {
-            event["step"]: event[field] * factor
-            for event in launch.events(run_dir, kind)
-            if event[field] is not None
-        }
+        found = [e for e in launch.events(run_dir, kind) if e[field] is not None]
+        expected = {event["step"]: event[field] * factor for event in found}
         assert {line["training_step"]: line[tag] for line in logged if tag in line} == expected
     texts = [line["Generated_Samples/text"] for line in logged if "Generated_Samples/text" in line]
     assert texts == [event["text"] for event in launch.events(run_dir, "sample")]
@@ -192,10 +189,8 @@ def write_log(run_dir: Path, *events: tuple[str, int, int]) -> None:
     """Append (kind, attempt, step) to the log of a run; the loss tells both numbers."""
     with open(run_dir / "metrics.jsonl", "a") as file:
         for number, (kind, attempt, step) in enumerate(events):
-            fields = {
-                **{"max_steps": 9, "world_size": 1, "spike_step": 9, "val_loss": 1.0},
-                "message": "",
-            }
+            fields = {"max_steps": 9, "world_size": 1, "spike_step": 9, "val_loss": 1.0}
+            fields["message"] = ""
             line = {"event": kind, "time": 1e9 + number, "attempt": attempt, "step": step}
             file.write(json.dumps(line | fields | {"loss": attempt + step / 1000}) + "\n")
 
@@ -281,9 +276,8 @@ def test_a_library_that_fails_leaves_what_it_did_not_take_for_the_next_time(
 
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "log", fail)
-        with pytest.raises(
-            ConfigError, match=r"^trackio: OSError: no route to http://\*\*\*@host$"
-        ):
+        said = r"^trackio: OSError: no route to http://\*\*\*@host$"
+        with pytest.raises(ConfigError, match=said):
             sync(tmp_path)
     assert 0 < sync(tmp_path) < 120
     assert [row.step for row in recorder.rows] == list(range(1, 121))
@@ -394,11 +388,8 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     works_with("wandb", version("wandb"), what)
     works_with("trackio", version("trackio"), what)
     works_with("mlflow", version("mlflow-skinny"), what)
-    stores = {
-        "wandb": f"{tmp_path}/r/wandb/offline-run-*/*.wandb",
-        "mlflow": f"sqlite:///{tmp_path}/mlflow/mlflow.db",
-        "trackio": str(tmp_path / "trackio"),
-    }
+    stores = {"wandb": f"{tmp_path}/r/wandb/offline-run-*/*.wandb"}
+    stores |= {"mlflow": f"sqlite:///{tmp_path}/mlflow/mlflow.db", "trackio": f"{tmp_path}/trackio"}
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))  # so that W&B is offline
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -416,13 +407,9 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     texts = [event["text"] for event in launch.events(run_dir, "sample")]
 
     def call(name: str, *words: object) -> str:
-        return subprocess.run(
-            [sys.executable, *map(str, words)],
-            env={**os.environ, "STORE": stores[name]},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        how = {"capture_output": True, "text": True, "check": True}
+        env = os.environ | {"STORE": stores[name]}
+        return subprocess.run([sys.executable, *map(str, words)], env=env, **how).stdout
 
     def check(name: str) -> None:
         send = (launch.MAIN, "runs", "sync", run_dir, f"--to={name}")

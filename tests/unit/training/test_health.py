@@ -105,11 +105,9 @@ def test_weights_that_are_not_finite_are_never_saved(freq, fault, run, monkeypat
     flags = ("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
     with pytest.raises(RuntimeError if fault else NonFiniteError):
         run.train(*flags, f"--checkpoint_freq={freq}")
-    assert all(
-        bool(torch.isfinite(tensor).all())
-        for info in run.checkpoints().values()
-        for tensor in safetensors.torch.load_file(info.path / "model.safetensors").values()
-    )
+    files = [info.path / "model.safetensors" for info in run.checkpoints().values()]
+    tensors = [one for file in files for one in safetensors.torch.load_file(file).values()]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 @pytest.mark.usefixtures("soon")
@@ -164,10 +162,8 @@ def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
 def test_a_second_rewind_to_before_the_first_remembers_it(run, spoil):
     spoil(50.0, 12, 14)
     run.train("--max_steps=12", "--on_spike=rewind")
-    assert [(r["step"], r["samples"]) for r in run.saved_state(12)["skipped"]] == [
-        (12, [72, 96]),
-        (11, [64, 112]),
-    ]
+    skipped = [(r["step"], r["samples"]) for r in run.saved_state(12)["skipped"]]
+    assert skipped == [(12, [72, 96]), (11, [64, 112])]
 
 
 @pytest.mark.usefixtures("soon")
@@ -202,10 +198,8 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
 
 
 def test_a_state_counts_numbers_that_are_none_and_keeps_the_earliest_best():
-    state, one = (
-        TrainState().with_val_loss(1.0),
-        {"samples": 1, "tokens": 1, "seconds": 1.0, "loss": 2.0},
-    )
+    state = TrainState().with_val_loss(1.0)
+    one = {"samples": 1, "tokens": 1, "seconds": 1.0, "loss": 2.0}
     in_a_row = []
     for reason in (None, NOT_FINITE, NOT_FINITE, "spike", NOT_FINITE, None):
         state = state.advance(**one, skip_reason=reason).with_val_loss(3.0)
@@ -289,8 +283,7 @@ def test_rewound_and_skipped_steps_replay_as_they_went(run, spoil):
     run.train("--max_steps=16", "--resume=latest", "--allow_change=max_steps")
     assert [e["updated"] for e in run.events("step", attempt=2)] == [False, True, True]
     for steps in ("10:13", "14:16"):
-        done = launch.call(
-            "replay", "tiny", f"--steps={steps}", f"--checkpoint_dir={run.path.parent}"
-        )
+        words = ("tiny", f"--steps={steps}", f"--checkpoint_dir={run.path.parent}")
+        done = launch.call("replay", *words)
         assert done.returncode == 0, done
         assert "bitwise as logged" in done.stdout

@@ -71,20 +71,14 @@ def test_a_run_begins_where_another_ended(folder, tmp_path):
     steps, before = launch.steps(run), launch.steps(source)
     assert list(steps) == [1, 2, 3, 4]
     for number, event in steps.items():
-        assert (event["first_sample"], event["lr"]) == (
-            before[number]["first_sample"],
-            before[number]["lr"],
-        )
+        first = before[number]
+        assert (event["first_sample"], event["lr"]) == (first["first_sample"], first["lr"])
     config = json.loads((run / "config.json").read_text())
     assert (config["n_layer"], config["n_embd"], config["vocab_size"]) == (2, 32, VOCAB)
     assert config["init_from"] == str(source)
     record = json.loads((run / "run.json").read_text())["initial_weights"]
-    assert record == {
-        "init_from": str(source),
-        "folder": str(source / "step_00000004"),
-        "step": 4,
-        "sha256": launch.parameter_hash(source, 4),
-    }
+    known = {"folder": str(source / "step_00000004"), "sha256": launch.parameter_hash(source, 4)}
+    assert record == {"init_from": str(source), "step": 4, **known}
     again = train(folder, tmp_path, "seed", f"--init_from={source}", "--seed=9")
     assert first_loss(again) == ended, "the seed decides data order, not these weights"
 
@@ -122,9 +116,8 @@ def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(folder, tmp_p
 
 def test_a_resume_cannot_be_given_another_beginning(folder, tmp_path):
     shutil.copytree(folder / "runs" / "base", tmp_path / "runs" / "base")
-    command = parse(
-        flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
-    )
+    more = ("--resume=latest", f"--init_from={folder / 'hf'}")
+    command = parse(flags(folder, tmp_path / "runs", "base", *more))
     with pytest.raises(ConfigError, match="init_from None"):
         resolve(command, world_size=1, set_aside=False)
 
@@ -209,10 +202,8 @@ def test_two_processes_begin_with_the_same_weights(folder, tmp_path):
     """The worker compares the weights of all ranks after every step."""
     alone = train(folder, tmp_path, "one", f"--init_from={folder / 'hf'}", batch=96)
     more = ("--total_batch_size=96", f"--init_from={folder / 'hf'}")
-    done = launch.train_in_forks(
-        flags(folder, tmp_path, "two", *more), world=2, program=launch.WORKERS / "ranks_agree.py"
-    )
-    assert done.returncode == 0, done.stderr
+    typed, program = flags(folder, tmp_path, "two", *more), launch.WORKERS / "ranks_agree.py"
+    done = launch.worked(launch.train_in_forks(typed, world=2, program=program))
     assert done.stdout.count("compared 4 steps") == 2
     expected = launch.steps(alone)
     for number, event in launch.steps(tmp_path / "two").items():

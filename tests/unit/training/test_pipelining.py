@@ -102,10 +102,8 @@ class Both:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    events = [
-        {key: value for key, value in event.items() if key not in TIMES}
-        for event in launch.all_events(run.path)
-    ]
+    logged = launch.all_events(run.path)
+    events = [{k: value for k, value in event.items() if k not in TIMES} for event in logged]
     states = {}
     for step, info in run.checkpoints().items():
         content = json.loads((info.path / "state.json").read_text())
@@ -182,11 +180,8 @@ def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     heard, plain, written = threading.Event(), Signals._count, []
     monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
-    monkeypatch.setattr(
-        Writer,
-        "send",
-        lambda self, d, draft, send=Writer.send: (written.append(draft.step), send(self, d, draft)),
-    )
+    send = Writer.send
+    monkeypatch.setattr(Writer, "send", lambda *a: (written.append(a[2].step), send(*a)))
     for run, mode in zip(both.runs, ("off", "on"), strict=True):
         run.flags.append(f"--async_checkpoint={mode}")
 
@@ -230,15 +225,9 @@ def test_two_ranks_decide_alike(both, parallel, dtype, factor):
         flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4", "--verbose"]
         flags += [f"--parallel={parallel}", f"--dtype={dtype}"]
         flags += ["--optimizer=normuon"]  # and AdamW of what it leaves
-        done = launch.train_in_forks(
-            flags,
-            world=2,
-            program=launch.WORKERS / "pipelined.py",
-            PIPELINED=pipelined,
-            BAD_RANK="1",
-            BAD_FACTOR=factor,
-        )
-        assert done.returncode == 0, done.stderr
+        which = {"PIPELINED": pipelined, "BAD_RANK": "1", "BAD_FACTOR": factor}
+        program = launch.WORKERS / "pipelined.py"
+        done = launch.worked(launch.train_in_forks(flags, world=2, program=program, **which))
         assert ("steps          pipelined" in done.stdout) == (pipelined == "1")
     both.assert_equal()
     assert [e["step"] for e in both.runs[1].events("step") if not e["updated"]] == [7]
@@ -266,9 +255,8 @@ def test_a_loss_is_read_after_the_next_step_is_launched(tiny_data, tmp_path, on_
     with reads:
         run.train(f"--max_steps={last}", "--eval_freq=0", "--checkpoint_freq=6")
     begin = reads.order.index("launch 1")
-    numbers = {
-        event[key]: event["step"] for event in run.events("step") for key in ("loss", "grad_norm")
-    }
+    kinds = ("loss", "grad_norm")
+    numbers = {event[key]: event["step"] for event in run.events("step") for key in kinds}
     names = [numbers.get(entry, entry) for entry in reads.order[begin:]]
     seen = [name for name in names if type(name) in (int, str)]
     expected: list[Any] = []

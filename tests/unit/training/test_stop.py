@@ -203,14 +203,9 @@ def signals():
 
 
 def control(signals: Signals, run_dir: Path, every: float = 0.0, **deadlines: float) -> Control:
-    made = Control(
-        signals,
-        Runtime(),
-        run_dir=run_dir,
-        deadlines=deadlines,
-        save_every_seconds=every,
-        heartbeat=Heartbeat(run_dir, rank=0, world_size=1, hang_seconds=0),
-    )
+    beats = Heartbeat(run_dir, rank=0, world_size=1, hang_seconds=0)
+    how = {"run_dir": run_dir, "deadlines": deadlines, "heartbeat": beats}
+    made = Control(signals, Runtime(), save_every_seconds=every, **how)
     made._last_look -= 10
     return made
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -130,9 +131,8 @@ def test_dropout_masks_belong_to_the_step_and_the_micro_batch_alone(strategy):
         model = build_model(config, seed=1337, device=CPU)
         optimizers = build_optimizers(model, OptimConfig(), device=CPU)
         torch.manual_seed(global_seed)
-        stats = train_step(
-            model, optimizers, batch, 1e-3, strategy=strategy, grad_clip=1.0, seed=seed
-        )
+        how = {"strategy": strategy, "grad_clip": 1.0, "seed": seed}
+        stats = train_step(model, optimizers, batch, 1e-3, **how)
         losses.append(stats.loss)
     assert losses[0] == losses[1], "the global generator must not matter"
     assert losses[0] != losses[2], "another step draws other masks"
@@ -142,11 +142,8 @@ def test_matrices_and_embeddings_decay_and_vectors_do_not():
     model = build_model(MODEL, seed=1337, device=CPU)
     (optimizer,) = build_optimizers(model, OptimConfig(weight_decay=0.3), device=CPU)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decay = {
-        names[id(parameter)]: group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    groups = [(g["weight_decay"], p) for g in optimizer.param_groups for p in g["params"]]
+    decay = {names[id(parameter)]: weight_decay for weight_decay, parameter in groups}
     matrices = ("wte.weight", "wpe.weight", "c_attn.weight", "c_fc.weight", "c_proj.weight")
     for name, _ in model.named_parameters():
         assert decay[name] == (0.3 if name.endswith(matrices) else 0.0), name
@@ -194,10 +191,7 @@ def line_gradients(
 def test_three_steps_equal_a_handwritten_adamw(strategy):
     net, config = Line(), OptimConfig(weight_decay=0.1)
     optimizers = build_optimizers(net, config, device=CPU)
-    values = [
-        net.matrix.detach().double().numpy().copy(),
-        net.vector.detach().double().numpy().copy(),
-    ]
+    values = [one.detach().double().numpy().copy() for one in (net.matrix, net.vector)]
     decays, (beta1, beta2), epsilon = (0.1, 0.0), (0.9, 0.95), 1e-8
     moments = [(np.zeros_like(value), np.zeros_like(value)) for value in values]
     for n, lr in ((1, 0.01), (2, 0.05), (3, 0.02)):
@@ -218,9 +212,8 @@ def test_three_steps_equal_a_handwritten_adamw(strategy):
 def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(strategy, grad_clip, clipped):
     net = Line()
     keeper, batch = KeepsGradients(net), line_batch(1, scale=10.0)
-    matrix, vector = line_gradients(
-        net.matrix.detach().double().numpy(), net.vector.detach().double().numpy(), batch
-    )
+    arrays = (one.detach().double().numpy() for one in (net.matrix, net.vector))
+    matrix, vector = line_gradients(*arrays, batch)
     before = math.sqrt((matrix**2).sum() + (vector**2).sum())
     assert before > 1.0
     stats = train_step(net, [keeper], batch, 0.1, strategy=strategy, grad_clip=grad_clip, seed=1)
@@ -253,21 +246,17 @@ def test_non_finite_gradient_of_a_finite_loss_is_rejected(strategy):
     net = RootAtZero()
     optimizers = build_optimizers(net, OptimConfig(), device=CPU)
     before = net.vector.detach().clone()
-    stats = train_step(
-        net, optimizers, line_batch(1), 0.1, strategy=strategy, grad_clip=1.0, seed=1
-    )
+    how = {"strategy": strategy, "grad_clip": 1.0, "seed": 1}
+    stats = train_step(net, optimizers, line_batch(1), 0.1, **how)
     assert math.isfinite(stats.loss)
     assert not stats.updated
     assert torch.equal(net.vector.detach(), before)
 
 
-def test_an_optimizer_that_fails_half_way_says_that_nothing_may_be_saved(strategy):
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError("out of memory")
-
+def test_an_optimizer_that_fails_half_way_says_that_nothing_may_be_saved(strategy, monkeypatch):
     net, how = Line(), {"strategy": strategy, "grad_clip": 1.0, "seed": 1}
-    failing = Failing([{"params": list(net.parameters()), "lr_scale": 1.0}])
+    failing = torch.optim.SGD([{"params": list(net.parameters()), "lr_scale": 1.0}])
+    monkeypatch.setattr(failing, "step", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(PartialUpdateError):
         train_step(net, [failing], line_batch(1), 0.1, **how)
 
