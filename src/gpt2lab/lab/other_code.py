@@ -208,7 +208,9 @@ def compare_bits(
         runs = plan_runs(placed, seeds=(seed,), out=place / f"turn{number}")
         run_all(runs, on_divergence="continue", may_stop=True)
         if all(history.has_diverged(run.folder) for run in runs):
-            raise CheckError(f"{' and '.join(order)} diverge within {STEPS} steps; lower the learning rate")
+            raise CheckError(
+                f"{' and '.join(order)} diverge within {STEPS} steps; lower the learning rate"
+            )
         ran = {run.setting: history.read_log(run.folder) for run in runs}
         for name, log in ran.items():
             logs[name] += [] if changed else [log]
