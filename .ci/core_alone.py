@@ -42,7 +42,7 @@ if __name__ == "__main__":
 _TRAIN = """
 import sys
 from pathlib import Path
-from gpt2lab.config.request import make_request
+from gpt2lab.config.settings_file import make_request
 from gpt2lab.training.pretrain import pretrain
 
 root, name, resume, steps = sys.argv[1:]
