@@ -167,11 +167,11 @@ def with_code(
             facts = compare_bits({n: settings[n] for n in same}, seed=seed, place=place)
             for name, own in facts.items():
                 changed = _git(repository, "diff", "--name-only", of[base], of[name], *_MEASURES)
-                own["changes_measurement"] = changed.split()
-                if changed:
-                    files = ", ".join(changed.split())
+                own["changes_measurement"] = files = changed.split()
+                if files and not own["same_arithmetic"]:
+                    what = f"{fmt.number_of(len(files), 'file')}, such as {files[0]}"
                     said = (
-                        f"{name} measures its loss with other code than {base}: it changes {files}."
+                        f"{name} measures its loss with other code than {base}: it changes {what}."
                     )
                     own["sentences"].append(said)
             with system_errors_as(SaveError, file.path, fix="choose another --out"):
