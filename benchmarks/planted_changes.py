@@ -43,7 +43,7 @@ PLANTED = {
     ),
     "slow": (
         _SPLIT,
-        f"        for _ in range(16):\n            self.c_attn(x.detach())\n{_SPLIT}",
+        f"        for _ in range(100):\n            self.c_attn(x.detach())\n{_SPLIT}",
         *("equal bits", "slower"),
     ),
 }
