@@ -330,6 +330,7 @@ def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
         done = launch.worked(call("prepare_data.py", source, "--out", tmp_path / "a b"))
         head, last = done.stdout.splitlines()[-1].split(": ", 1)
         assert head == "train with"
+    assert done.stdout.splitlines()[0].endswith("a b: already prepared")
     words = shlex.split(last)
     start = resolved(words[[word.endswith("train.py") for word in words].index(True) + 1 :])
     assert start.data.folder == tmp_path / "a b"

@@ -123,9 +123,9 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(tmp_path, 
 
 
 @pytest.mark.parametrize("text", ["", "a", "hello world"])
-def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path, text):
+def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path, text, wording):
     (tmp_path / "corpus.txt").write_text(text)
-    with pytest.raises(DataError, match=r"corpus\.txt: "):
+    with pytest.raises(DataError, match=r"corpus\.txt: ", check=wording):
         run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
     assert set(os.listdir(tmp_path)) == {"corpus.txt"}
 
