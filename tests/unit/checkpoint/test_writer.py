@@ -184,7 +184,7 @@ def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatc
     assert list(run.checkpoints()) == [1, 2]
     told = [event["message"] for event in run.events("warning") if "asynch" in event["message"]]
     (told,) = told
-    assert told.endswith("checkpoints, training waits: [Errno 12] Cannot allocate memory")
+    assert told == "no asynchronous checkpoints, training waits: [Errno 12] Cannot allocate memory"
 
 
 def test_a_save_that_fails_in_the_writer_is_a_warning(run, monkeypatch):

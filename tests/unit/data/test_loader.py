@@ -217,7 +217,7 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     first, last = np.array([0]), np.array([90_000])
     assert reader.read(first, last).shape == (1, T + 1)
     reader.wait_until_verified()
-    for size in (128 + 2 * 90_000 + 2 * T, 10_000):  # bytes: one id of the window lacks, or all
+    for size in (128 + 2 * 90_000 + 2 * T, 10_000):  # bytes: without an id of the window, or all
         os.truncate(shard.path, size)
         assert reader.read(first, first).shape == (1, T + 1)
         with pytest.raises(DataError, match="ends within the window at token 90000"):
