@@ -48,6 +48,7 @@ GROUPS = {
         "sample": Verb("continue prompts with a model", ".sample"),
         "chat": Verb("chat with a fine-tuned model", ".chat"),
         "serve": Verb("try a model in the browser, or by OpenAI's API", ".serve"),
+        "average": Verb("average the last checkpoints of a run", ".average"),
         "export": Verb("write a model for transformers or llama.cpp", ".export_hf"),
     },
     "compare": {

@@ -28,6 +28,7 @@ VERBS = (
     "sample R --prompt=a --max_new_tokens=1 --device=cpu",
     "chat R --device=cpu",
     "serve R --port=0 --device=cpu",
+    "average R --last 2",
     "export R --out export",
     "compare R beta_1",
     "compare R,beta_1 beta_1,beta_1",
@@ -43,7 +44,16 @@ VERBS = (
     "ablate --out out --init_from R --max_lr 1e-3 2e-3 --max_steps 1",
 )
 # What another test runs, or what needs a terminal or a network.
-ONLY_REFUSED = ("runs rm", "runs archive", "runs sync", "serve", "compare R,", "ablate", "finetune")
+ONLY_REFUSED = (
+    "average",
+    "runs rm",
+    "runs archive",
+    "runs sync",
+    "serve",
+    "compare R,",
+    "ablate",
+    "finetune",
+)
 
 
 @pytest.fixture(scope="module")

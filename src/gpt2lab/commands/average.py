@@ -1,0 +1,121 @@
+"""Average the weights of a run's newest checkpoints into a new run, whose one checkpoint says so.
+
+gpt2lab average latest --last 5
+gpt2lab evaluate latest_average5
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.manifest import Draft, commit, verify
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import RUN, argument, option, required
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import find_problems, override
+from gpt2lab.errors import ConfigError, SaveError, system_errors_as
+from gpt2lab.runs import history
+from gpt2lab.runs.console import doing
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.target import find_run
+
+_OF_FILES = ("format", "files", "manifest_sha256")  # of a manifest: what `commit` writes itself
+_MODEL, _STATE = "model.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Average:
+    """Average the weights of a run's newest checkpoints; optimizer and counts are those of the newest."""
+
+    run: str = argument(RUN)
+    last: int = required("so many of the newest checkpoints, at least 2")
+    run_name: str | None = option(
+        None, "name of the new run, beside the other; default RUN_averageN"
+    )
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
+
+
+def main(argv: list[str]) -> int:
+    """Average, commit and print."""
+    flags = parse_flags(Average, argv)
+    run_dir = find_run(flags.run, flags.checkpoint_dir).resolve()
+    infos, damaged = catalog.list_checkpoints(run_dir)
+    if damaged:
+        raise damaged[0]
+    if not 2 <= flags.last <= len(infos):
+        there = f"there are {', '.join(str(info.step) for info in infos) or 'none'}"
+        raise ConfigError(
+            f"--last {flags.last}: of {run_dir.name}, {there}; give at least 2 of them"
+        )
+    infos = infos[-flags.last :]
+    name = flags.run_name or f"{run_dir.name}_average{flags.last}"
+    if problems := find_problems(override(Config(), {"run_name": name})):
+        raise ConfigError("; ".join(problems))
+    if (run_dir.parent / name).exists():
+        raise ConfigError(f"{run_dir.parent / name}: is there already; choose another --run_name")
+    if infos[-1].config().tuning.lora_r:
+        raise ConfigError(
+            f"{run_dir.name}: trained with --lora_r; the average of factors is not that of their products"
+        )
+    of = {"run": run_dir.name, "steps": [info.step for info in infos]}
+    folder = _write(run_dir.parent / name, infos, of)
+    found = {"run_name": name, "folder": str(folder), "average_of": of}
+    steps = ", ".join(map(str, of["steps"]))
+    next_ = fmt.command_line(
+        [*paths.command_words("evaluate"), name]
+        + [f"--checkpoint_dir={flags.checkpoint_dir}"] * (flags.checkpoint_dir is not None)
+    )
+    print(
+        json.dumps(found)
+        if flags.json
+        else f"{paths.display_path(folder)}: the average of steps {steps} of {run_dir.name}; measure it with: {next_}"
+    )
+    return 0
+
+
+def _write(run_dir: Path, infos: list[CheckpointInfo], of: dict[str, object]) -> Path:
+    """Commit the average as the only checkpoint of a new run and return its folder.
+
+    Raises: CheckpointError naming a damaged file; SaveError. Nothing is written before every byte is verified.
+    """
+    import safetensors.torch
+
+    with doing("averaging the weights"):
+        for info in infos:
+            verify(info.path)
+        total = {
+            k: v.double() for k, v in safetensors.torch.load_file(infos[0].path / _MODEL).items()
+        }
+        for info in infos[1:]:
+            for key, tensor in safetensors.torch.load_file(info.path / _MODEL).items():
+                total[key] += tensor
+        mean = {key: (tensor / len(infos)).float() for key, tensor in total.items()}
+    newest = infos[-1]
+    content = json.loads((newest.path / _STATE).read_bytes())
+    content["state"] |= dict.fromkeys(
+        ("val_loss", "best_val_loss", "best_step")
+    )  # of other weights
+    facts = {key: value for key, value in newest.manifest.items() if key not in _OF_FILES}
+    facts["config"] = {**facts["config"], "run_name": run_dir.name}
+    facts |= {"run": run_dir.name, "kind": "average", "average_of": of, "created": time.time()}
+    facts |= {"val_loss": None, "best_val_loss": None}
+    kept = {key: (newest.path / key).read_bytes() for key in newest.manifest["files"]}
+    replaced = {_MODEL: safetensors.torch.save(mean), _STATE: json.dumps(content).encode()}
+    files = {key: [data] for key, data in (kept | replaced).items()}
+    tokenizer = {k: v for k, v in kept.items() if not k.endswith(".safetensors") and k != _STATE}
+    start = history.read_json(newest.path.parent / "run.json") or {}
+    with closing(RunFolder(run_dir)) as folder, system_errors_as(SaveError, run_dir):
+        folder.write_config(
+            facts["config"], {**start, "run": run_dir.name, "average_of": of}, tokenizer
+        )
+        commit(run_dir, Draft(newest.step, files, facts))
+        folder.write_status("stopped", step=newest.step, reason="average", exit_code=0)
+    return run_dir
