@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _write(run_dir: Path, infos: list[CheckpointInfo], of: dict[str, object]) -> Path:
+def _write(run_dir: Path, infos: list[CheckpointInfo], of: Mapping[str, object]) -> Path:
     """Commit the average as the only checkpoint of a new run and return its folder.
 
     Raises: CheckpointError naming a damaged file; SaveError. Nothing is written before every byte is verified.
