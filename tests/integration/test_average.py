@@ -1,4 +1,4 @@
-"""`gpt2lab average`: the mean of a run's checkpoints as a run that says so."""
+"""`gpt2lab runs average`: the mean of a run's checkpoints as a run that says so."""
 
 import json
 

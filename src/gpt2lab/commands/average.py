@@ -1,7 +1,7 @@
 """Average the weights of a run's newest checkpoints into a new run, whose one checkpoint says so.
 
-gpt2lab average latest --last 5
-gpt2lab evaluate latest_average5
+gpt2lab runs average latest --last 5
+gpt2lab runs average my_run --last 3 --run_name my_average
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Average:
 
 def main(argv: list[str]) -> int:
     """Average, commit and print."""
-    flags = parse_flags(Average, argv)
+    flags = parse_flags(Average, argv, name="gpt2lab runs average")
     run_dir = find_run(flags.run, flags.checkpoint_dir).resolve()
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged:

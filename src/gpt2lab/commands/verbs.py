@@ -48,7 +48,6 @@ GROUPS = {
         "sample": Verb("continue prompts with a model", ".sample"),
         "chat": Verb("chat with a fine-tuned model", ".chat"),
         "serve": Verb("try a model in the browser, or by OpenAI's API", ".serve"),
-        "average": Verb("average the last checkpoints of a run", ".average"),
         "export": Verb("write a model for transformers or llama.cpp", ".export_hf"),
     },
     "compare": {
@@ -69,6 +68,7 @@ if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
 # Verbs within a verb that have a module of their own.
 WITHIN = {
     "data tokenizer": Verb("learn a tokenizer from text, or show one", ".tokenizer"),
+    "runs average": Verb("average the last checkpoints of a run", ".average"),
     "runs import": Verb("import a checkpoint of nanoGPT", ".runs", "import_checkpoint"),
     "runs resume-command": Verb("print the command that continues a run", ".resume_command"),
     "runs tensorboard": Verb("start or stop TensorBoard", ".show_tensorboard"),

@@ -28,7 +28,7 @@ VERBS = (
     "sample R --prompt=a --max_new_tokens=1 --device=cpu",
     "chat R --device=cpu",
     "serve R --port=0 --device=cpu",
-    "average R --last 2",
+    "runs average R --last 2",
     "export R --out export",
     "compare R beta_1",
     "compare R,beta_1 beta_1,beta_1",
@@ -45,7 +45,7 @@ VERBS = (
 )
 # What another test runs, or what needs a terminal or a network.
 ONLY_REFUSED = (
-    "average",
+    "runs average",
     "runs rm",
     "runs archive",
     "runs sync",

@@ -187,8 +187,11 @@ def test_the_agent_loop_keeps_what_is_better(planted, tiny_data, tmp_path):
     page = (launch.REPOSITORY / "examples" / "agent_loop.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     flags = [*TINY, "--max_steps=20", "--max_lr=0.0003", "--until_decided", "--max_seeds=4"]
-    script = script.replace("FLAGS =", f"FLAGS = {[*flags, f'--data_dir={tiny_data}']} or")
-    (tmp_path / "agent_loop.py").write_text(script.replace('"gpt2lab"', '*sys.argv[3].split("|")'))
+    script = script.replace(
+        "FLAGS =", f"FLAGS = {' '.join([*flags, f'--data_dir={tiny_data}'])!r} or"
+    )
+    ours = '[*sys.argv[3].split("|"), *ask.split()[1:]]'
+    (tmp_path / "agent_loop.py").write_text(script.replace("ask.split()", ours))
     agent = tmp_path / "r" / "agent"
     rate = "s/return optim.max_lr . (1.0/return 30 * optim.max_lr * (1.0/"
     agent.write_text(

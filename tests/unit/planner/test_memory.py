@@ -140,7 +140,9 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
 def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
     config, B, A, dtype, optimizer
 ):
-    assume(count_parameters(config) > 50_000)  # what is left out weighs in a smaller model
+    assume(
+        count_parameters(config) > 250_000
+    )  # what is left out, up to 31 kB, weighs in a smaller model
     tracked = tracked_peak(config, B, A, dtype, optimizer)
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
 
