@@ -6,13 +6,11 @@ printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, OnDevice, parse_flags
 from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.flags import TARGET, argument, option
-from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
@@ -26,7 +24,7 @@ _HELP = "/reset clears the conversation, /quit ends"
 
 
 @dataclass(frozen=True)
-class Talk:
+class Talk(AmongRuns, OnDevice):
     """Chat with a model that was fine-tuned with `gpt2lab finetune`: /reset clears the conversation, /quit ends."""
 
     target: str = argument(TARGET)
@@ -34,9 +32,6 @@ class Talk:
     style: SamplingParams = option(
         SamplingParams(max_new_tokens=200, temperature=0.7), "how an answer is drawn"
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Dtype = option("fp32", "matmul precision")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab.over_seeds import SMALLEST
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(WithJson, AmongRuns):
     """Tell whether two evaluations differ by more than noise."""
 
     a: str = argument(
@@ -39,8 +39,6 @@ class Compare:
         "for groups of runs: smaller differences, in nats per token or in the unit of the metric, count as equal; "
         f"default {SMALLEST:g}",
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.data.manifest import end_of_text_of
 from gpt2lab.data.shards import open_data
@@ -73,14 +73,13 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Show:
+class Show(AmongRuns):
     """Print the exact tokens that an optimizer step trained on."""
 
     run: str = required("name of a run in checkpoints/, or its folder")
     step: int = required("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Print the tokens."""

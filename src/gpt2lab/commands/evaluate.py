@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import WithJson, parse_flags
 from gpt2lab.config.flags import option
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
@@ -37,7 +37,7 @@ _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own m
 
 
 @dataclass(frozen=True)
-class Evaluate(TaskRequest, EvaluationRequest):
+class Evaluate(WithJson, TaskRequest, EvaluationRequest):
     """Evaluate a run, a checkpoint, or a Hugging Face GPT-2."""
 
     eval_generate: bool = option(
@@ -47,7 +47,6 @@ class Evaluate(TaskRequest, EvaluationRequest):
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
-    json: bool = option(False, "print one JSON object")
 
 
 _COMMON = (  # flags of the short help

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import TARGET, argument, option, required
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
@@ -22,7 +22,7 @@ _DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(WithJson, AmongRuns):
     """Write a run's weights for transformers or llama.cpp, read back and compared before they appear."""
 
     target: str = argument(TARGET)
@@ -39,8 +39,6 @@ class Export:
         "split larger weights for transformers into files of this size, such as 200MB; default 5GB",
     )
     push_to_hub: str | None = option(None, "also upload to this name on the Hugging Face Hub")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:

@@ -10,13 +10,15 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
 
 from gpt2lab import fmt
 from gpt2lab.commands import help_page
 from gpt2lab.config import other_programs
-from gpt2lab.config.flags import Flag, check_least, flags_of
+from gpt2lab.config.flags import Flag, check_least, flags_of, option
+from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError
 
 _TRUE_FALSE = {"true", "false", "yes", "no", "on", "off"}
@@ -25,6 +27,28 @@ _LENGTHS = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"
 Unknown = Callable[[str, Collection[str]], str]  # (a flag, the known ones) -> what may be meant
 Elsewhere = Callable[[str, str], str | None]  # (a flag, its value in another program) -> ours
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmongRuns:
+    """Where a command looks for runs."""
+
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithJson:
+    """The form of a command's answer."""
+
+    json: bool = option(False, "print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """What a model computes on."""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Dtype = option("fp32", "matmul precision")
 
 
 def parse_flags(

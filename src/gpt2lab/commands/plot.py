@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 
@@ -23,7 +23,7 @@ _INSTEAD = {"ablation": ("x", "log"), "ladder": (), "compare": (), "speeds": ()}
 
 
 @dataclass(frozen=True)
-class Plot:
+class Plot(AmongRuns):
     """Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG."""
 
     runs: tuple[str, ...] = argument("names in checkpoints/, or folders")
@@ -55,7 +55,6 @@ class Plot:
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
@@ -116,7 +115,7 @@ def _draw_runs(flags: Plot, out: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(AmongRuns):
     """Write a report: one HTML page with everything about a run, or about several, for any browser, without a network.
 
     Several runs are shown with their curves together.
@@ -126,7 +125,6 @@ class Report:
     out: Path | None = option(
         None, "page to write; default, of a single run, report.html in its folder"
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def report(argv: list[str]) -> int:

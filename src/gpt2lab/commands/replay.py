@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.commands.train import recipe_of
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.errors import ConfigError
@@ -25,7 +24,7 @@ from gpt2lab.runs.target import find_run
 
 
 @dataclass(frozen=True)
-class ReplayRun:
+class ReplayRun(WithJson, AmongRuns):
     """Replay steps of a run and compare them with its log; nothing is written to the run."""
 
     run: str = argument(RUN)
@@ -36,8 +35,6 @@ class ReplayRun:
     dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "replay in this precision")
     layers: bool = option(False, "show the gradient norm of each layer")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:
@@ -78,7 +75,7 @@ def read_steps(text: str) -> range:
 
 
 @dataclass(frozen=True)
-class WhySpike:
+class WhySpike(WithJson, AmongRuns):
     """Name the samples behind a spike of the loss or of the gradient norm, and show the step without them.
 
     Nothing is written to the run.
@@ -92,8 +89,6 @@ class WhySpike:
         least=1,
     )
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def why_spike(argv: list[str]) -> int:
@@ -110,7 +105,7 @@ def why_spike(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Bisect:
+class Bisect(WithJson, AmongRuns):
     """Find the first difference of two runs in their records or, if those do not tell, in a replay.
 
     Exit code 0 if the runs are equal in all that was compared, 1 if they differ. Nothing is written to the runs.
@@ -121,8 +116,6 @@ class Bisect:
     data_dir: tuple[str, ...] = option(
         (), "where moved data is now; a run whose data was not moved keeps reading it"
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def bisect(argv: list[str]) -> int:

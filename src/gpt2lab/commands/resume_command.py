@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class ResumeCommand:
+class ResumeCommand(AmongRuns):
     """Print the command that continues a run or a checkpoint, after checking that it will.
 
     Flags of the trainer are passed on. Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and
@@ -68,7 +68,6 @@ class ResumeCommand:
         least=0,
     )
     output: Output = option("command", "what to print; slurm: a batch script")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:

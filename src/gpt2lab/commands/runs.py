@@ -31,7 +31,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.commands.checkpoints import print_checkpoints
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError, SaveError, system_errors_as
@@ -48,15 +48,13 @@ _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in n
 
 
 @dataclass(frozen=True)
-class List:
+class List(WithJson, AmongRuns):
     """List the checkpoints of all runs, or of one; reads manifests only."""
 
     run: str | None = argument("run (name or folder); default all", default=None)
     verify: bool = option(
         False, "read every byte and compare its hash; exit code 1 if one is damaged"
     )
-    json: bool = option(False, "print one JSON object")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Print the list and return the exit code."""
@@ -69,14 +67,13 @@ class List:
 
 
 @dataclass(frozen=True)
-class Verify:
+class Verify(AmongRuns):
     """Compare every line of a run's log with its checksum, and every byte of its checkpoints with their hashes.
 
     Exit code 1 if one differs.
     """
 
     run: str = argument("name in checkpoints/, or folder")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Name what is not as it was written and return the exit code."""
@@ -101,12 +98,11 @@ class Import:
 
 
 @dataclass(frozen=True)
-class Rm:
+class Rm(AmongRuns):
     """Delete runs, or single checkpoints given as RUN/step_00000250, with their labels."""
 
     names: tuple[str, ...] = argument("runs (names or folders), or checkpoints of them")
     yes: bool = option(False, "do not ask")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Ask, and delete; return the exit code."""
@@ -117,13 +113,12 @@ class Rm:
 
 
 @dataclass(frozen=True)
-class Archive:
+class Archive(AmongRuns):
     """Move runs into a folder where no list shows them; moved back they are runs again."""
 
     names: tuple[str, ...] = argument("runs (names or folders)")
     to: Path | None = option(None, "folder to move them to; default archive/ beside the runs")
     yes: bool = option(False, "do not ask")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Ask, and move; return the exit code."""
@@ -143,12 +138,11 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class Sync:
+class Sync(AmongRuns):
     """Send the metrics that a tracker lacks of runs, also while a run trains."""
 
     names: tuple[str, ...] = argument("runs (names or folders)")
     to: Literal["wandb", "trackio", "mlflow"] = required("tracker")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Send each run and say how much of it; return the exit code."""
@@ -169,11 +163,10 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class RebuildTensorBoard:
+class RebuildTensorBoard(AmongRuns):
     """Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard."""
 
     run: str = argument(RUN)
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Rebuild and say where."""
@@ -186,11 +179,10 @@ class RebuildTensorBoard:
 
 
 @dataclass(frozen=True)
-class RepairLog:
+class RepairLog(AmongRuns):
     """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it."""
 
     run: str = argument(RUN)
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
         """Repair the log, and say what was removed."""

@@ -9,19 +9,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, OnDevice, parse_flags
 from gpt2lab.config.flags import TARGET, argument, option
-from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling, complete_file
 from gpt2lab.runs.console import doing, say
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(AmongRuns, OnDevice):
     """Continue prompts with a run, a checkpoint, or a Hugging Face GPT-2."""
 
     target: str = argument(TARGET)
@@ -34,9 +33,6 @@ class Sample:
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
     num_samples: int = option(1, "texts for each prompt", least=1)
     style: SamplingParams = option(SamplingParams(), "how a text is drawn")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Dtype = option("fp32", "matmul precision")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 _COMMON = (  # flags of the short help

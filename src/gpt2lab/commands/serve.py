@@ -13,13 +13,11 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, OnDevice, parse_flags
 from gpt2lab.commands.sample import load
 from gpt2lab.config.flags import TARGET, argument, option
-from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import doing
@@ -28,7 +26,7 @@ _TOKEN = "GPT2LAB_API_KEY"
 
 
 @dataclass(frozen=True)
-class Serve:
+class Serve(AmongRuns, OnDevice):
     """Serve a model on this machine: OpenAI's completion API, and a page to try it in the browser."""
 
     target: str = argument(TARGET)
@@ -37,9 +35,6 @@ class Serve:
     max_waiting: int = option(
         64, "requests that may wait for their turn; more are rejected", least=0
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
-    dtype: Dtype = option("fp32", "matmul precision")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:

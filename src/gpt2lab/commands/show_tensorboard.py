@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.commands.serve import listen
 from gpt2lab.config.flags import option
 from gpt2lab.errors import ConfigError, system_errors_as
@@ -31,12 +31,11 @@ _START_SECONDS, _STOP_SECONDS = 120.0, 10.0
 
 
 @dataclass(frozen=True)
-class ShowTensorBoard:
+class ShowTensorBoard(AmongRuns):
     """Start TensorBoard in the background for this machine only, or stop the one that was started."""
 
     port: int = option(6006, "where a browser finds it: http://localhost:PORT")
     stop: bool = option(False, "stop it and do nothing else")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:

@@ -11,10 +11,9 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import doing
@@ -23,13 +22,11 @@ _DAY = 86_400.0  # seconds
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(WithJson, AmongRuns):
     """Show all runs: state, step, loss, speed, time left, last checkpoint."""
 
     run: str | None = argument(f"{RUN}; default all", default=None)
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     watch: float | None = option(None, "show again every so many seconds, until Ctrl+C")
-    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:

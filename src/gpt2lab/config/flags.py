@@ -109,9 +109,9 @@ class Flag:
 
 
 def flags_of(target: type, section: str = "") -> Iterator[Flag]:
-    """Yield the flags of a dataclass and of the dataclasses in it, in their order, hidden ones left out."""
+    """Yield the flags of a dataclass and of those in it, in their order, keywords last, hidden ones left out."""
     hints = get_type_hints(target)
-    for leaf in dataclasses.fields(target):
+    for leaf in sorted(dataclasses.fields(target), key=lambda leaf: leaf.kw_only):
         if leaf.metadata.get("is_hidden"):
             continue
         kind, words, length = hints[leaf.name], {}, None
