@@ -30,25 +30,16 @@ _SHUTDOWN = f"--shutdown-timeout={_STOP_SECONDS - 10}"
 
 
 @dataclass(frozen=True)
-class Job:
-    """The trainer's command line, and what it runs on."""
+class Continuation:
+    """How a run goes on: what the trainer would do, the command line that makes it do so, and what that runs on."""
 
-    name: str
+    start: "Start"
     words: tuple[str, ...]  # the program and its flags
-    folder: Path  # where what was typed means what it means here
+    resume: str = "latest"  # from which checkpoint
     nodes: int = 1
     processes: int = 1  # on each node
     on_gpu: bool = False  # one for each process
     cpus: int = 1  # for each node
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How a run goes on: what the trainer would do, and the command line that makes it do so."""
-
-    start: "Start"
-    job: Job
-    resume: str = "latest"  # from which checkpoint
 
 
 @dataclass(frozen=True)
@@ -130,37 +121,36 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continu
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
-    job = Job(
-        name=run_dir.name,
+    return Continuation(
+        start,
         words=(*paths.trainer(program), *words),
-        folder=Path.cwd(),
+        resume=request.resume or "latest",
         nodes=nodes,
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
     )
-    return Continuation(start, job, request.resume or "latest")
 
 
-def write(continuation: Continuation, *, output: Output) -> str:
-    """Write it as a command line, a shell script, or a job of Slurm.
+def write(found: Continuation, *, output: Output) -> str:
+    """Write it as a command line, or as a shell script or a job of Slurm that runs it in the working directory.
 
     Raises: ConfigError for a job that would resume the same step each time that it is started again.
     """
-    job, resume = continuation.job, continuation.resume
-    if output == "slurm" and resume not in ("latest", "auto"):
+    name, folder = found.start.run_dir.name, fmt.word_of_bash(str(Path.cwd()))
+    if output == "slurm" and found.resume not in ("latest", "auto"):
         raise ConfigError(
-            f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
-            f"resume it once with --output command, then write the job of {job.name}"
+            f"--output slurm: the job would go back to checkpoint {found.resume} each time that it is started again; "
+            f"resume it once with --output command, then write the job of {name}"
         )
     if output == "slurm":
-        return write_slurm(job)
-    command, folder = _command(job), fmt.word_of_bash(str(job.folder))
+        return _write_slurm(found, name, folder)
+    command = _command(found)
     script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
     return script if output == "script" else command
 
 
-def _command(job: Job, *of_torchrun: str) -> str:
+def _command(job: Continuation, *of_torchrun: str) -> str:
     """Write the command line of one node; `of_torchrun`: more flags of torchrun, for several processes."""
     launcher = [paths.program("python")]
     if job.processes > 1:
@@ -169,10 +159,10 @@ def _command(job: Job, *of_torchrun: str) -> str:
     return fmt.command_line((*launcher, *job.words))
 
 
-def write_slurm(job: Job) -> str:
+def _write_slurm(job: Continuation, name: str, folder: str) -> str:
     """Write a batch script that saves before the time limit and queues itself again."""
     options = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', job.name)}",  # Slurm reads no quotes
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', name)}",  # Slurm reads no quotes
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
@@ -195,7 +185,7 @@ def write_slurm(job: Job) -> str:
     return (
         f"#!/usr/bin/env bash\n{lines}"
         f"# Slurm sends USR1 {_STOP_SECONDS} s before the end: the trainer saves, and the job queues itself again.\n"
-        f"set -uo pipefail\ncd {fmt.word_of_bash(str(job.folder))} || exit\n{head}"
+        f"set -uo pipefail\ncd {folder} || exit\n{head}"
         f"srun --cpus-per-task={job.cpus} --kill-on-bad-exit=1 {start} &\n"
         'child=$! again=""\n'
         # Signalled itself, srun would kill its tasks half a minute later.
