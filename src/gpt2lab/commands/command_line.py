@@ -244,53 +244,35 @@ def _flags_of(recipe: RecipeName) -> list[Flag]:
 
 def _reject_idle_actions(actions: Actions) -> None:
     """Reject a verb that would be ignored: whoever typed it expected something."""
-    imports = actions.import_checkpoint is not None
+    imports, saves = actions.import_checkpoint is not None, actions.save_config is not None
     resumes = actions.resume is not None or actions.branch_from is not None
-    saves = actions.save_config is not None
-    asks = [actions.list_checkpoints, actions.dry_run, actions.preflight, imports, saves]
-    for is_wrong, message in (
-        (
-            actions.gpus not in (None, "auto") and not (actions.gpus or "").strip("0").isdecimal(),
-            f"gpus {actions.gpus}: give the number of ranks, at least 1, or auto",
-        ),
-        (
-            actions.gpus is not None and (actions.list_checkpoints or imports or saves),
-            "--gpus goes with training, --dry_run and --preflight",
-        ),
-        (
-            actions.json and not any(asks[:3]),
-            "--json goes with --list_checkpoints, --dry_run or --preflight",
-        ),
-        (
-            sum(asks) > 1,
-            "give one of --list_checkpoints, --dry_run, --preflight, --import_checkpoint and --save_config",
-        ),
-        (saves and resumes, "--save_config goes without --resume: the run's config.json is there"),
-        (actions.trust and not imports, "--trust goes with --import_checkpoint"),
-        (imports and resumes, "--import_checkpoint begins a run; resume it afterwards"),
-        (
-            actions.fit_schedule and resumes,
-            "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
-            "(or --max_steps N --allow_change max_steps)",
-        ),
-        (
-            not actions.pg_timeout_minutes > 0,
-            f"pg_timeout_minutes {actions.pg_timeout_minutes:g} must be above 0",
-        ),
-        (actions.verify and not actions.list_checkpoints, "--verify goes with --list_checkpoints"),
-        (
-            actions.allow_change is not None and not resumes,
-            "--allow_change goes with --resume: a fresh run has nothing to change",
-        ),
-    ):
+    allowed, gpus, minutes = actions.allow_change, actions.gpus, actions.pg_timeout_minutes
+    answers = [actions.list_checkpoints, actions.dry_run, actions.preflight]
+    many = sum([*answers, imports, saves]) > 1
+    idle = gpus is not None and (actions.list_checkpoints or imports or saves)
+    no_number = gpus not in (None, "auto") and not (gpus or "").strip("0").isdecimal()
+    mistakes = {
+        f"gpus {gpus}: give the number of ranks, at least 1, or auto": no_number,
+        "--gpus goes with training, --dry_run and --preflight": idle,
+        "--json goes with --list_checkpoints, --dry_run or --preflight": actions.json
+        and not any(answers),
+        "give one of --list_checkpoints, --dry_run, --preflight, --import_checkpoint and --save_config": many,
+        "--save_config goes without --resume: the run's config.json is there": saves and resumes,
+        "--trust goes with --import_checkpoint": actions.trust and not imports,
+        "--import_checkpoint begins a run; resume it afterwards": imports and resumes,
+        "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
+        "(or --max_steps N --allow_change max_steps)": actions.fit_schedule and resumes,
+        f"pg_timeout_minutes {minutes:g} must be above 0": not minutes > 0,
+        "--verify goes with --list_checkpoints": actions.verify and not actions.list_checkpoints,
+        "--allow_change goes with --resume: a fresh run has nothing to change": allowed is not None
+        and not resumes,
+    }
+    for message, is_wrong in mistakes.items():
         if is_wrong:
             raise ConfigError(message)
-    if actions.allow_change is None:
-        return
-    names = [name.strip().lstrip("-") for name in actions.allow_change.split(",")]
-    unknown = [name for name in names if name not in LEAVES and name != "data"]
-    if unknown:
-        raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")
+    for word in () if allowed is None else allowed.split(","):
+        if (name := word.strip().lstrip("-")) not in LEAVES and name != "data":
+            raise ConfigError(f"--allow_change {name}: no such setting; see --help, or `data`")
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
