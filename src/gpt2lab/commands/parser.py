@@ -92,16 +92,14 @@ def parse_flags(
     if how:
         print(help_page.page(name, flags, about, everything=how == "long", common=common))
         raise SystemExit(0)
-    try:
-        found = fill(target, read_words(flags, words, passed_on=passed_on))
-    except MissingError as missing:
-        raise ConfigError(f"{missing}; see {name} --help") from None
+    given = read_words(flags, words, passed_on=passed_on)
+    missing = [flag for flag in flags if flag.is_required and flag.name not in given]
+    if missing:
+        told = "; ".join(f"{flag.shown} is missing: {flag.about}" for flag in missing)
+        raise ConfigError(f"{told}; see {name} --help")
+    found = fill(target, given)
     check_least(found)
     return found
-
-
-class MissingError(ConfigError):
-    """A flag or an argument that must be given is missing."""
 
 
 def unknown_flag(name: str, known: Collection[str]) -> str:
@@ -144,9 +142,6 @@ def read_words(
     problems = [parser.mistakes[name] for name in sorted(parser.mistakes, key=order.index)]
     if problems or stray:
         raise ConfigError("; ".join([*problems, *_unexpected(stray)]))
-    missing = [flag for flag in flags if flag.is_required and flag.name not in parser.given]
-    if missing:
-        raise MissingError("; ".join(f"{flag.shown} is missing: {flag.about}" for flag in missing))
     return parser.given
 
 
