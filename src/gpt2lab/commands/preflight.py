@@ -66,8 +66,14 @@ def preflight(request: RunRequest, *, recipe: Recipe = PRETRAINING, as_json: boo
     runtime = Runtime(timeout_minutes=request.timeout_minutes)
     checks = _check_all(request, recipe, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
-    if runtime.rank == 0:
-        _print(checks, failed, command_to_start(checks), as_json=as_json)
+    if runtime.rank == 0 and as_json:
+        found = {"checks": [asdict(check) for check in checks], "command": command_to_start(checks)}
+        print(json.dumps({"go": not failed, **found}))
+    elif runtime.rank == 0:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            print(f"{check.name:<{width}}  {check.result:<7}  {check.detail}")
+        print(f"NO-GO: {', '.join(failed)}" if failed else f"GO: {command_to_start(checks)}")
     runtime.close()
     return 1 if failed else 0
 
@@ -104,15 +110,13 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
     )
     if components.resume_check is not None:
         checks.append(Check("checkpoint", "ok", components.resume_check.describe().splitlines()[0]))
-    step = _step(start, components, batch, runtime)
-    checks.append(step)
-    if step.result == "failed":
+    checks.append(_step(start, components, batch, runtime))
+    if checks[-1].result == "failed":
         return checks
     if runtime.world_size > 1:
         checks.append(_network(start, runtime))
-    checks.append(_clock(start, runtime))
-    checks.append(_grace(start, {check.name: check for check in checks}))
-    return checks
+    numbers = {check.name: check.numbers for check in checks}
+    return [*checks, _clock(start, runtime), _grace(start, numbers)]
 
 
 def _rejected(error: GPT2LabError) -> Check:
@@ -138,19 +142,19 @@ def _disk(start: Start) -> Check:
     # Half of what is free at most: others write too.
     num_bytes = min(DISK_BYTES, plan.checkpoint_bytes, room.free // 2)
     try:
-        trial = try_disk(room.folder, num_bytes)
+        written, writing, reading, intact = try_disk(room.folder, num_bytes)
     except OSError as error:
         return Check("disk", "failed", f"{room.folder}: cannot write there ({error.strerror})")
-    if not trial.intact:
+    if not intact:
         return Check("disk", "failed", f"{room.folder}: gives back other bytes than were written")
     if not room.fits:
         return Check("disk", "failed", " ".join(room.shortage()))
-    write, read = trial.num_bytes / trial.write_seconds, trial.num_bytes / trial.read_seconds
+    write, read = written / writing, written / reading
     save, load = plan.checkpoint_bytes / write, plan.checkpoint_bytes / read
     return Check(
         "disk",
         "ok",
-        f"{room.describe()}; a trial of {fmt.num_bytes(trial.num_bytes)} means {_seconds(save)} "
+        f"{room.describe()}; a trial of {fmt.num_bytes(written)} means {_seconds(save)} "
         f"to save and {_seconds(load)} to read a checkpoint of {fmt.num_bytes(plan.checkpoint_bytes)}",
         {
             "free_bytes": room.free,
@@ -235,10 +239,10 @@ def _clock(start: Start, runtime: Runtime) -> Check:
     return Check("clock", "warning", text, numbers)
 
 
-def _grace(start: Start, done: dict[str, Check]) -> Check:
+def _grace(start: Start, done: dict[str, dict[str, Any]]) -> Check:
     """Compare a clean stop, one step and one save, with the launcher's patience."""
-    save = start.last_save_seconds or done["disk"].numbers.get("save_seconds", 0.0)
-    needed = done["step"].numbers["step_seconds"] + save
+    save = start.last_save_seconds or done["disk"].get("save_seconds", 0.0)
+    needed = done["step"]["step_seconds"] + save
     grace = launcher_grace_seconds(os.environ)
     numbers = {"stop_seconds": needed, "grace_seconds": grace}
     detail = f"a clean stop takes about {_seconds(needed)}"
@@ -268,8 +272,7 @@ def command_to_start(checks: list[Check]) -> str:
             launcher = [paths.program("python")]
         elif starts:
             launcher = words[: starts[0]]
-    grace = next((check for check in checks if check.name == "grace"), None)
-    if grace is not None and grace.result == "warning":
+    for grace in (one for one in checks if (one.name, one.result) == ("grace", "warning")):
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
         if LAUNCHED in os.environ:
             launcher = ["env", f"{GRACE}={patience}", *launcher]
@@ -279,29 +282,11 @@ def command_to_start(checks: list[Check]) -> str:
     return fmt.command_line([*launcher, *program, *flags])
 
 
-def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:
-    if as_json:
-        answers = [asdict(check) for check in checks]
-        print(json.dumps({"go": not failed, "checks": answers, "command": command}))
-        return
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        print(f"{check.name:<{width}}  {check.result:<7}  {check.detail}")
-    print(f"NO-GO: {', '.join(failed)}" if failed else f"GO: {command}")
-
-
-@dataclass(frozen=True)
-class DiskTrial:
-    """How fast a disk took and gave back what a checkpoint's files are made of."""
-
-    num_bytes: int
-    write_seconds: float  # hashed and flushed, as in a save
-    read_seconds: float  # from the disk where the system forgets on request, and hashed
-    intact: bool
-
-
-def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
+def try_disk(folder: Path, num_bytes: int) -> tuple[int, float, float, bool]:
     """Write random bytes to a file in `folder`, read them back, and remove it.
+
+    Returns: bytes written; seconds to hash, write and flush them, as in a save; seconds to read and hash them, from the
+    disk where the system forgets on request; whether they came back.
 
     Raises: OSError if that cannot be done.
     """
@@ -323,8 +308,7 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
             while part := file.read(_BLOCK):
                 digests[1].update(part)
         read_seconds = time.monotonic() - began
-    intact = digests[0].digest() == digests[1].digest()
-    return DiskTrial(written, write_seconds, read_seconds, intact)
+    return written, write_seconds, read_seconds, digests[0].digest() == digests[1].digest()
 
 
 def try_step(

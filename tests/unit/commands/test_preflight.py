@@ -151,7 +151,7 @@ def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
 
 
 def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
-    assert preflight.try_disk(tmp_path, 1_000_001).intact
+    assert preflight.try_disk(tmp_path, 1_000_001)[3]
     real = os.fsync
 
     def spoil(descriptor: int) -> None:
@@ -162,9 +162,8 @@ def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
         path.write_bytes(content)
 
     monkeypatch.setattr(os, "fsync", spoil)
-    found = preflight.try_disk(tmp_path, 1_000_001)
-    assert not found.intact
-    assert found.num_bytes == 1_000_001
+    num_bytes, *_, is_intact = preflight.try_disk(tmp_path, 1_000_001)
+    assert (num_bytes, is_intact) == (1_000_001, False)
     assert list(tmp_path.iterdir()) == []
 
 
