@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.config.request import RunRequest
@@ -17,6 +19,7 @@ from gpt2lab.training.extension import Planner
 from gpt2lab.training.plan import describe_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
+from gpt2lab.training.start import Start
 
 
 def print_plan(
@@ -31,61 +34,69 @@ def print_plan(
     start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    plan = start.plan
-    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
-    offloaded = start.config.system.fsdp_offload
-    found = estimate_here(start)
     if as_json:
-        facts = {
-            "run_dir": str(start.run_dir),
-            "parameters": plan.parameters,
-            "flops_per_token": plan.flops_per_token,
-            **plan.batch.to_dict(),
-            "max_steps": plan.max_steps,
-            "tokens": plan.tokens,
-            "epochs": plan.epochs,
-            "epochs_by_source": start.epochs_by_source(),
-            "checkpoint_bytes": plan.checkpoint_bytes,
-            "disk_bytes": plan.disk_bytes,
-            "memory": {
-                "needed_bytes": None if offloaded else round(need.needed),
-                "available_bytes": None if need.available is None else round(need.available),
-                "fits": need.fits,
-                "largest_mini_batch_size": need.largest_micro_batch,
-            },
-            "forecast_seconds": dataclasses.asdict(found.seconds) if found else None,
-            "unused_targets": start.order.unused_targets,
-            "data_fingerprint": start.data.fingerprint,
-            "resumes_from": start.checkpoint.step if start.checkpoint else None,
-            "branch_from": start.branch,
-            "changes": start.changes,
-            "warnings": start.warnings,
-            "config": to_flat(start.config),
-        }
-        print(json.dumps(facts))
+        print(json.dumps(_as_json(start)))
         return 0
     console = Console()
-    say = console.print
-    say(f"{'run':<14} {paths.display_path(start.run_dir)}")
-    say(f"{'data':<14} {start.describe_data()}")
-    for line in start.describe_sources():
-        say(f"{'source':<14} {line}")
-    say(describe_plan(plan, start.config))
-    say(f"{'memory':<14} {NOT_COUNTED if offloaded else describe_memory(need)}")
-    say(f"{'forecast':<14} {found.describe_time() if found else 'n/a: this GPU is not known'}")
-    if start.initial:
-        say(f"{'begins with':<14} {paths.display_path(start.initial.target.folder)}")
-    if start.checkpoint:
-        step = start.checkpoint.step
-        of = f" of {start.branch['run']}, as a branch" if start.branch else ""
-        say(f"{'resumes from':<14} step {step}{of} ({plan.max_steps - step} to go)")
-    for name, (before, now) in start.changes.items():
-        say(f"{'changed':<14} {name}: {before} -> {now}")
-    for warning in start.warnings:
-        say(f"{'warning':<14} {warning}")
-    if isinstance(start.data, InstructionData):
-        say(f"{'example':<14} the first conversation, trained on between >>> and <<<")
+    for label, text in _rows(start):
+        console.print(f"{label:<14} {text}" if label else text)
     console.close(patience=None)
     if isinstance(start.data, InstructionData):
         print(printable(start.data.example(), keep="\n"))
     return 0
+
+
+def _as_json(start: Start) -> dict[str, Any]:
+    plan = start.plan
+    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
+    is_counted, found = not start.config.system.fsdp_offload, estimate_here(start)
+    return {
+        "run_dir": str(start.run_dir),
+        "parameters": plan.parameters,
+        "flops_per_token": plan.flops_per_token,
+        **plan.batch.to_dict(),
+        "max_steps": plan.max_steps,
+        "tokens": plan.tokens,
+        "epochs": plan.epochs,
+        "epochs_by_source": start.epochs_by_source(),
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "memory": {
+            "needed_bytes": round(need.needed) if is_counted else None,
+            "available_bytes": None if need.available is None else round(need.available),
+            "fits": need.fits,
+            "largest_mini_batch_size": need.largest_micro_batch,
+        },
+        "forecast_seconds": dataclasses.asdict(found.seconds) if found else None,
+        "unused_targets": start.order.unused_targets,
+        "data_fingerprint": start.data.fingerprint,
+        "resumes_from": start.checkpoint.step if start.checkpoint else None,
+        "branch_from": start.branch,
+        "changes": start.changes,
+        "warnings": start.warnings,
+        "config": to_flat(start.config),
+    }
+
+
+def _rows(start: Start) -> Iterator[tuple[str, str]]:
+    """Yield what the plan is, each line with its label; the table of numbers has labels of its own."""
+    plan, found = start.plan, estimate_here(start)
+    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
+    is_counted = not start.config.system.fsdp_offload
+    yield "run", paths.display_path(start.run_dir)
+    yield "data", start.describe_data()
+    yield from (("source", line) for line in start.describe_sources())
+    yield "", describe_plan(plan, start.config)
+    yield "memory", describe_memory(need) if is_counted else NOT_COUNTED
+    yield "forecast", found.describe_time() if found else "n/a: this GPU is not known"
+    if start.initial:
+        yield "begins with", paths.display_path(start.initial.target.folder)
+    if start.checkpoint:
+        step = start.checkpoint.step
+        of = f" of {start.branch['run']}, as a branch" if start.branch else ""
+        yield "resumes from", f"step {step}{of} ({plan.max_steps - step} to go)"
+    for name, (before, now) in start.changes.items():
+        yield "changed", f"{name}: {before} -> {now}"
+    yield from (("warning", warning) for warning in start.warnings)
+    if isinstance(start.data, InstructionData):
+        yield "example", "the first conversation, trained on between >>> and <<<"
