@@ -30,8 +30,8 @@ from typing import Any, Literal
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
-from gpt2lab.commands.checkpoints import print_checkpoints
-from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
+from gpt2lab.commands.checkpoints import List
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError, SaveError, system_errors_as
@@ -45,25 +45,6 @@ from gpt2lab.runs.target import find_run
 _SHOWN = 20  # damaged lines
 _NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
-
-
-@dataclass(frozen=True)
-class List(WithJson, AmongRuns):
-    """List the checkpoints of all runs, or of one; reads manifests only."""
-
-    run: str | None = argument("run (name or folder); default all", default=None)
-    verify: bool = option(
-        False, "read every byte and compare its hash; exit code 1 if one is damaged"
-    )
-
-    def execute(self) -> int:
-        """Print the list and return the exit code."""
-        return print_checkpoints(
-            paths.runs_folder(self.checkpoint_dir),
-            run_name=self.run,
-            as_json=self.json,
-            verify_bytes=self.verify,
-        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +199,7 @@ def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    return int(parse_flags(VERBS, argv, others=within("runs")).execute())
+    return int(parse_flags(VERBS, argv, about=__doc__, others=within("runs")).execute())
 
 
 def import_checkpoint(argv: list[str]) -> int:

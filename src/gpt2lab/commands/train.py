@@ -33,14 +33,10 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     actions, request = arguments.actions, arguments.request
     place = request.config.checkpoint
     if actions.list_checkpoints:
-        from gpt2lab.commands.checkpoints import print_checkpoints
+        from gpt2lab.commands.checkpoints import List
 
-        return print_checkpoints(
-            place.checkpoint_dir,
-            run_name=place.run_name,
-            as_json=actions.json,
-            verify_bytes=actions.verify,
-        )
+        where, form = place.checkpoint_dir, actions.json
+        return List(place.run_name, actions.verify, checkpoint_dir=where, json=form).execute()
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
         return _save_config(request, recipe, actions.save_config)

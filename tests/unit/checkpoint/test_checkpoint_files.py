@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.commands.checkpoints import print_checkpoints
+from gpt2lab.commands.checkpoints import List
 from gpt2lab.config.schema import ModelConfig, OptimConfig
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
@@ -99,17 +99,17 @@ def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path, 
     shutil.copytree(two, tmp_path / "runs" / "run")
 
     def listed(**how: bool) -> tuple[int, str]:
-        code = print_checkpoints(tmp_path / "runs", run_name=None, **{"as_json": False, **how})
+        code = List(checkpoint_dir=tmp_path / "runs", **how).execute()
         return code, capsys.readouterr().out
 
-    code, told = listed(verify_bytes=True)
+    code, told = listed(verify=True)
     assert (code, "every byte of 2 checkpoints read" in told) == (0, True)
     damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-9] ^= 1
     damaged.write_bytes(content)
     assert listed()[0] == 0
-    code, told = listed(verify_bytes=True, as_json=True)
+    code, told = listed(verify=True, json=True)
     assert code == 1
     [run] = json.loads(told)["runs"]
     assert [row["step"] for row in run["checkpoints"]] == [2]

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands.checkpoints import print_checkpoints
+from gpt2lab.commands.checkpoints import List
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, to_gpt2lab_error
 from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
@@ -91,7 +91,7 @@ def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
 
 def look_at(run: Run) -> None:
     """List the run and its state, as commands do that must show other runs too."""
-    print_checkpoints(run.path.parent, run_name=None, as_json=False)
+    List(checkpoint_dir=run.path.parent).execute()
     overview.status_table(overview.read_runs(run.path.parent))
 
 

@@ -19,7 +19,7 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.commands import verbs
-from gpt2lab.commands.checkpoints import print_checkpoints
+from gpt2lab.commands.checkpoints import List
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.entry import run as run_command
 from gpt2lab.config.schema import Config, TuningConfig
@@ -222,7 +222,7 @@ def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(ru
     """Each is read once, and no tensor file at all: that is why it takes less than half a second."""
     before = tree(runs)
     with launch.opened_files(runs) as opened:
-        assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+        assert List(checkpoint_dir=runs).execute() == 0
     assert tree(runs) == before
     manifests = [path for path in opened if path.name == "manifest.json"]
     assert len(manifests) == len(set(manifests)) == 200
@@ -234,7 +234,7 @@ def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(ru
 
 
 def test_the_listing_as_json_is_exactly_one_object(runs, capsys):
-    assert print_checkpoints(runs, run_name=None, as_json=True) == 0
+    assert List(checkpoint_dir=runs, json=True).execute() == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == 1
@@ -249,7 +249,7 @@ def test_the_listing_as_json_is_exactly_one_object(runs, capsys):
         assert (newest["kind"], newest["labels"]) == ("rolling", ["best"])
         assert (newest["tokens"], newest["bytes"]) == (100_000, 302)
         assert newest["val_loss"] == pytest.approx(0.1)
-    print_checkpoints(runs, run_name="beta", as_json=True)
+    List("beta", checkpoint_dir=runs, json=True).execute()
     (only,) = json.loads(capsys.readouterr().out)["runs"]
     assert only["run_name"] == "beta"
 
@@ -263,7 +263,7 @@ def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsy
     if place == "a file":
         folder.write_text("in the way")
     before = tree(tmp_path)
-    assert print_checkpoints(folder, run_name=None, as_json=as_json) == 0
+    assert List(checkpoint_dir=folder, json=as_json).execute() == 0
     assert tree(tmp_path) == before
     out = capsys.readouterr().out
     if as_json:
@@ -277,11 +277,11 @@ def test_a_damaged_manifest_is_shown_and_not_counted(tmp_path, capsys):
         write_checkpoint(tmp_path / "r", step)
     path = tmp_path / "r" / "step_00000010" / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 10000', '"tokens": 90000'))
-    print_checkpoints(tmp_path, run_name=None, as_json=False)
+    List(checkpoint_dir=tmp_path).execute()
     out = capsys.readouterr().out
     assert "r: 1 checkpoint," in out
     assert f"damaged, not counted: {path}: damaged" in out
-    print_checkpoints(tmp_path, run_name=None, as_json=True)
+    List(checkpoint_dir=tmp_path, json=True).execute()
     (entry,) = json.loads(capsys.readouterr().out)["runs"]
     assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
     assert len(entry["damaged"]) == 1
@@ -293,7 +293,7 @@ def test_half_written_checkpoints_are_never_listed(tmp_path, capsys):
         commit(tmp_path / "r", Draft(10, {"model.safetensors": [b"w"], "no/folder": [b"w"]}, {}))
     (tmp_path / "r" / ".tmp-00000015-abcdef01").mkdir()  # of a killed process
     (tmp_path / "r" / "step_final").mkdir()  # somebody's own
-    print_checkpoints(tmp_path, run_name=None, as_json=True)
+    List(checkpoint_dir=tmp_path, json=True).execute()
     (entry,) = json.loads(capsys.readouterr().out)["runs"]
     assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
     assert entry["damaged"] == []

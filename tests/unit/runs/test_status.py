@@ -15,7 +15,7 @@ from typing import Any
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.commands.checkpoints import print_checkpoints
+from gpt2lab.commands.checkpoints import List
 from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
 from launch import call
@@ -93,7 +93,7 @@ def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
     )
     assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
     assert catalog.newest_run(runs) == run_dir
-    assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+    assert List(checkpoint_dir=runs).execute() == 0
     monkeypatch.undo()
 
     def rejected(path: Path, mode: str, **how: object) -> None:
