@@ -60,8 +60,13 @@ class Plot(AmongRuns):
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = parse_flags(Plot, argv, name="gpt2lab plot")
-    _check(flags)
-    from gpt2lab.report import plots
+    leaves = [leaf.name for leaf in fields(flags)]
+    given = [name for name in leaves if getattr(flags, name) not in (None, (), False)]
+    for subject in (name for name in _INSTEAD if name in given):
+        if idle := set(given) - {subject, "out", *_INSTEAD[subject]}:
+            names = " and ".join(n if n == "runs" else f"--{n}" for n in given if n in idle)
+            raise ConfigError(f"--{subject} draws one picture of its own; leave out {names}")
+    from gpt2lab.report import curves, plots
 
     out = paths.from_working_directory(flags.out) if flags.out else None
     if out and out.suffix not in (".png", ".svg"):
@@ -85,33 +90,25 @@ def main(argv: list[str]) -> int:
             plots.draw_table(kind, file, out, plots.View(flags.x or "tokens", flags.log))
             break
     else:
-        out = _draw_runs(flags, out)
+        folders, out = _find(flags, "plot", "plot.png")
+        view = plots.View(flags.x or "step", flags.log)
+        drawn = [curves.read_curves(run) for run in folders]
+        plots.draw(drawn, out, view, only_loss=flags.only_loss)
     print(paths.display_path(out))
     return 0
 
 
-def _check(flags: Plot) -> None:
-    leaves = [leaf.name for leaf in fields(flags)]
-    given = [name for name in leaves if getattr(flags, name) not in (None, (), False)]
-    for subject in (name for name in _INSTEAD if name in given):
-        if idle := set(given) - {subject, "out", *_INSTEAD[subject]}:
-            names = " and ".join(n if n == "runs" else f"--{n}" for n in given if n in idle)
-            raise ConfigError(f"--{subject} draws one picture of its own; leave out {names}")
-
-
-def _draw_runs(flags: Plot, out: Path | None) -> Path:
-    from gpt2lab.report import curves, plots
+def _find(flags: "Plot | Report", verb: str, default: str) -> tuple[list[Path], Path]:
+    """Return the folders of the runs, and the file to write: --out, else `default` in the folder of a single run."""
     from gpt2lab.runs.target import find_run
 
     if not flags.runs:
-        raise ConfigError("which run? gpt2lab plot RUN [RUN ...]; gpt2lab status lists them")
+        raise ConfigError(f"which run? gpt2lab {verb} RUN [RUN ...]; gpt2lab status lists them")
     folders = [find_run(name, flags.checkpoint_dir) for name in flags.runs]
-    if len(folders) > 1 and out is None:
-        raise ConfigError("several runs: say where to write with --out FILE.png")
-    out = out or folders[0] / "plot.png"
-    view = plots.View(flags.x or "step", flags.log)
-    plots.draw([curves.read_curves(run) for run in folders], out, view, only_loss=flags.only_loss)
-    return out
+    if len(folders) > 1 and flags.out is None:
+        ending = default.rpartition(".")[2]
+        raise ConfigError(f"several runs: say where to write with --out FILE.{ending}")
+    return folders, paths.from_working_directory(flags.out or folders[0] / default)
 
 
 @dataclass(frozen=True)
@@ -131,14 +128,8 @@ def report(argv: list[str]) -> int:
     """Write the page and say where."""
     flags = parse_flags(Report, argv, name="gpt2lab report")
     from gpt2lab.report.page import write_report
-    from gpt2lab.runs.target import find_run
 
-    if not flags.runs:
-        raise ConfigError("which run? gpt2lab report RUN [RUN ...]; gpt2lab status lists them")
-    folders = [find_run(run, flags.checkpoint_dir) for run in flags.runs]
-    if len(folders) > 1 and flags.out is None:
-        raise ConfigError("several runs: say where to write with --out FILE.html")
-    out = paths.from_working_directory(flags.out) if flags.out else folders[0] / "report.html"
+    folders, out = _find(flags, "report", "report.html")
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: a page is written; let the name end in .html")
     write_report(folders, out)
