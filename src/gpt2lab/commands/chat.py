@@ -18,7 +18,7 @@ from gpt2lab.runs.target import was_tuned
 from gpt2lab.tokenizers.chat_template import can_be_written
 
 if TYPE_CHECKING:
-    from gpt2lab.finetuning.chat import Chat
+    pass
 
 _HELP = "/reset clears the conversation, /quit ends"
 
@@ -59,18 +59,16 @@ def main(argv: list[str]) -> int:
         elif text.startswith("/"):
             say(_HELP)
         elif text:
-            _answer(chat, text)
+            before = len(chat.turns)
+            try:
+                for part in chat.ask(text):
+                    print(part, end="", flush=True)
+            except (ConfigError, DataError) as error:
+                say(f"error: {error}")
+                continue
+            print()
+            if dropped := before + 2 - len(chat.turns):
+                say(
+                    f"({dropped // 2} earlier exchanges did not fit into the context and were dropped)"
+                )
     return 0
-
-
-def _answer(chat: "Chat", text: str) -> None:
-    before = len(chat.turns)
-    try:
-        for part in chat.ask(text):
-            print(part, end="", flush=True)
-    except (ConfigError, DataError) as error:
-        say(f"error: {error}")
-        return
-    print()
-    if dropped := before + 2 - len(chat.turns):
-        say(f"({dropped // 2} earlier exchanges did not fit into the context and were dropped)")

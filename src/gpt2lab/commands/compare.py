@@ -10,7 +10,6 @@ gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from gpt2lab import paths
@@ -48,7 +47,17 @@ def main(argv: list[str]) -> int:
 
     folder = paths.runs_folder(flags.checkpoint_dir)
     if compare.is_group(flags.a) or compare.is_group(flags.b):
-        return _compare_groups(flags, folder)
+        if flags.explain:
+            raise ConfigError("--explain compares two runs, not groups: name one run of each")
+        smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
+        if not 0 < smallest < math.inf:
+            raise ConfigError(f"--smallest_difference {smallest:g} must be a number above 0")
+        groups = compare.compare_groups(
+            flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
+        )
+        document = compare.groups_as_json(groups)
+        print(json.dumps(document) if flags.json else compare.describe_groups(groups))
+        return 0
     if flags.smallest_difference is not None:
         raise ConfigError(
             "--smallest_difference is for groups of runs, such as 'a_seed*' 'b_seed*'"
@@ -63,20 +72,4 @@ def main(argv: list[str]) -> int:
         document["explain"] = asdict(explained) | {"sentence": explain.sentence(explained)}
         text += f"\n\n{explain.describe_explanation(explained)}"
     print(json.dumps(document) if flags.json else text)
-    return 0
-
-
-def _compare_groups(flags: Compare, folder: Path) -> int:
-    from gpt2lab.lab import compare
-
-    if flags.explain:
-        raise ConfigError("--explain compares two runs, not groups: name one run of each")
-    smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
-    if not 0 < smallest < math.inf:
-        raise ConfigError(f"--smallest_difference {smallest:g} must be a number above 0")
-    groups = compare.compare_groups(
-        flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
-    )
-    document = compare.groups_as_json(groups)
-    print(json.dumps(document) if flags.json else compare.describe_groups(groups))
     return 0

@@ -57,36 +57,38 @@ def main(argv: list[str]) -> int:
 
     Raises: ConfigError for settings that cannot work, or a run that does not exist.
     """
-    flags = parse_flags(Doctor, argv, about=__doc__, common=_COMMON)
+    flags = parse_flags(Doctor, argv, common=_COMMON)
     gpus = machine.detect_hardware().gpus
     facts: dict[str, Any] = {"versions": _versions(), "machine": _machine(gpus)}
     unseen = processor.unseen_gpus() if gpus else None
     facts["machine"]["unusable_gpus"] = unseen
     if flags.run is not None:
         facts["run"] = _run(flags.run, flags.checkpoint_dir)
-    needs = _predict(flags) if _describes_a_run(flags) else None
+    needs = None
+    leaves = [leaf for leaf in dataclasses.fields(JobFlags) if leaf.name not in _OF_DOCTOR]
+    if any(getattr(flags, leaf.name) != leaf.default for leaf in leaves):
+        check_job(flags)
+        predictor = Predictor(flags, hardware.load())
+        needs = predictor.predict(predictor.job())
     if flags.json:
         facts |= {"gpus": [_as_json(gpu) for gpu in gpus], "topology": _topology(gpus) or None}
         facts = without_names(facts)
         if needs is not None:
-            facts["memory"] = reports.estimate_as_json(needs[0], profile_name=needs[1], window=None)
+            profile = predictor.profile.name
+            facts["memory"] = reports.estimate_as_json(needs, profile_name=profile, window=None)
         print(json.dumps(facts, allow_nan=False))
     else:
-        _print_facts(without_names(facts))
+        words = {"None": "n/a", "True": "yes", "False": "no"}
+        for group, found in without_names(facts).items():
+            print(f"{group}:")
+            for name, value in found.items():
+                print(f"  {name:<16} {words.get(str(value), value)}")
         print(without_names(_about_gpus(gpus)))
         if needs is not None:
-            print(_about_memory(needs[0]))
+            print(_about_memory(needs))
     if unseen:
         return 2
-    return 3 if needs is not None and needs[0].memory.fits is False else 0
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    for group, found in facts.items():
-        print(f"{group}:")
-        for name, value in found.items():
-            words = {"None": "n/a", "True": "yes", "False": "no"}
-            print(f"  {name:<16} {words.get(str(value), value)}")
+    return 3 if needs is not None and needs.memory.fits is False else 0
 
 
 def _versions() -> dict[str, Any]:
@@ -216,18 +218,6 @@ def _topology(gpus: tuple[GpuState, ...]) -> str:
 
 
 # -- memory of a run -------------------------------------------------------------------------------------------------
-
-
-def _describes_a_run(flags: Doctor) -> bool:
-    leaves = [leaf for leaf in dataclasses.fields(JobFlags) if leaf.name not in _OF_DOCTOR]
-    return any(getattr(flags, leaf.name) != leaf.default for leaf in leaves)
-
-
-def _predict(flags: Doctor) -> tuple[Estimate, str]:
-    """Return what the planner predicts for the run that the flags describe, and the name of its profile."""
-    check_job(flags)
-    predictor = Predictor(flags, hardware.load())
-    return predictor.predict(predictor.job()), predictor.profile.name
 
 
 def _about_memory(found: Estimate) -> str:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
@@ -85,7 +85,11 @@ def parse_flags(
             print(help_page.page_of_verbs(name, target, about, others=others or {}))
             raise SystemExit(0)
         if verb is None or verb not in verbs:
-            raise ConfigError(_no_verb(typed, [*verbs, *(others or {})]))
+            *first, last = known = [*verbs, *(others or {})]
+            hint = f"{', '.join(first)} or {last}"
+            if typed is None:
+                raise ConfigError(f"give a verb: {hint}")
+            raise ConfigError(f"unknown verb {typed!r}: {fmt.did_you_mean(typed, known, hint)}")
         target, words = verbs[verb], [word for word in argv if word is not typed]
         name, about = f"{name} {verb}", help_page.about_verb(verbs[verb], about, f"{name} {verb}")
     flags = list(flags_of(target))
@@ -140,8 +144,13 @@ def read_words(
     stray = [] if strange else parser.take_arguments(rest + argv[cut + 1 :])
     order = [name_of(word) for word in argv]
     problems = [parser.mistakes[name] for name in sorted(parser.mistakes, key=order.index)]
-    if problems or stray:
-        raise ConfigError("; ".join([*problems, *_unexpected(stray)]))
+    if stray:
+        is_file = Path(stray[-1]).suffix in (".py", ".toml", ".json")
+        hint = "settings of a file are --config FILE, .toml or .json" if is_file else "see --help"
+        plural = "s" if len(stray) > 1 else ""
+        problems += [f"unexpected argument{plural} {' '.join(map(repr, stray))}; {hint}"]
+    if problems:
+        raise ConfigError("; ".join(problems))
     return parser.given
 
 
@@ -253,18 +262,3 @@ def _is_flag(word: str) -> bool:
 
 def _is_negative(word: str) -> bool:
     return re.match(r"-[0-9.]", word) is not None
-
-
-def _unexpected(words: list[str]) -> Iterable[str]:
-    if words:
-        is_file = Path(words[-1]).suffix in (".py", ".toml", ".json")
-        hint = "settings of a file are --config FILE, .toml or .json" if is_file else "see --help"
-        plural = "s" if len(words) > 1 else ""
-        yield f"unexpected argument{plural} {' '.join(map(repr, words))}; {hint}"
-
-
-def _no_verb(typed: str | None, known: Sequence[str]) -> str:
-    verbs = f"{', '.join(known[:-1])} or {known[-1]}"
-    if typed is None:
-        return f"give a verb: {verbs}"
-    return f"unknown verb {typed!r}: {fmt.did_you_mean(typed, known, verbs)}"

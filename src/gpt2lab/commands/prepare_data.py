@@ -99,7 +99,10 @@ def prepare(flags: PrepareData) -> Path:
     from gpt2lab.data.prepare import pipeline
     from gpt2lab.data.prepare.sources import open_source
 
-    part = _parse_part(flags.part)
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", flags.part)
+    part = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        raise ConfigError(f"part {flags.part!r} must be i/n with i from 1 to n, such as 2/4")
     tokenizer = open_tokenizer(flags.tokenizer, flags.end_token)
     source = open_source(
         flags.source, text_column=flags.text_column, subset=flags.subset, revision=flags.revision
@@ -176,11 +179,3 @@ def _advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
         f"checkpoints    {plan.describe_disk()}{', the least that a run keeps' if is_large else ''}",
         f"train with: {fmt.command_line([*paths.command_words('train'), *command])}",
     ]
-
-
-def _parse_part(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    part = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= part[0] <= part[1]:
-        raise ConfigError(f"part {text!r} must be i/n with i from 1 to n, such as 2/4")
-    return part

@@ -103,7 +103,10 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
         return main([*argv[1:], "--help"])
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        print(_PAGE.format(version=__version__, verbs="\n".join(_rows())))
+        lines: list[str] = []
+        for group, members in GROUPS.items():
+            lines += ["", f"{group}:", *(f"  {n:<12} {verb.about}" for n, verb in members.items())]
+        print(_PAGE.format(version=__version__, verbs="\n".join(lines[1:])))
         return 0
     if argv[0] == "--version":
         print(f"gpt2lab {__version__}")
@@ -128,10 +131,3 @@ def within(verb: str) -> dict[str, str]:
         for name, one in WITHIN.items()
         if name.startswith(f"{verb} ")
     }
-
-
-def _rows() -> list[str]:
-    rows = []
-    for group, members in GROUPS.items():
-        rows += ["", f"{group}:"] + [f"  {name:<12} {verb.about}" for name, verb in members.items()]
-    return rows[1:]
