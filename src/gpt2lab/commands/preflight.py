@@ -110,8 +110,9 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
     )
     if components.resume_check is not None:
         checks.append(Check("checkpoint", "ok", components.resume_check.describe().splitlines()[0]))
-    checks.append(_step(start, components, batch, runtime))
-    if checks[-1].result == "failed":
+    step = _step(start, components, batch, runtime)
+    checks.append(step)
+    if step.result == "failed":
         return checks
     if runtime.world_size > 1:
         checks.append(_network(start, runtime))

@@ -111,7 +111,7 @@ class Flag:
 def flags_of(target: type, section: str = "") -> Iterator[Flag]:
     """Yield the flags of a dataclass and of those in it, in their order, keywords last, hidden ones left out."""
     hints = get_type_hints(target)
-    for leaf in sorted(dataclasses.fields(target), key=lambda leaf: leaf.kw_only):
+    for leaf in sorted(dataclasses.fields(target), key=lambda leaf: bool(leaf.kw_only)):
         if leaf.metadata.get("is_hidden"):
             continue
         kind, words, length = hints[leaf.name], {}, None
