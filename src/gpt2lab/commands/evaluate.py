@@ -265,39 +265,36 @@ def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
 
 def as_text(numbers: dict[str, Any]) -> str:
     """Return the numbers as text."""
+
+    def row(label: str, value: float, error: float | None, rest: str = "") -> None:
+        lines.append(f"  {label} {value:.4f} +- {fmt.number(error)}{rest}")
+
     step = "" if numbers["step"] is None else f", step {numbers['step']}"
-    lines = [
-        f"{paths.display_path(Path(numbers['target']))}{step} ({numbers['dtype']} on {numbers['device']})"
-    ]
+    place = paths.display_path(Path(numbers["target"]))
+    lines = [f"{place}{step} ({numbers['dtype']} on {numbers['device']})"]
     if numbers["val_loss"] is not None:
         bits = numbers["bits_per_byte"]
-        lines.append(
-            f"  validation loss  {numbers['val_loss']:.4f} +- {fmt.number(numbers['val_loss_se'])} nats/token"
-            f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens "
-            f"({numbers['val_effective_n']:,.0f} effective {numbers['val_se_unit']}s)"
-        )
+        rest = f" nats/token{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens"
+        rest += f" ({numbers['val_effective_n']:,.0f} effective {numbers['val_se_unit']}s)"
+        row("validation loss ", numbers["val_loss"], numbers["val_loss_se"], rest)
     for name, loss in (numbers["val_loss_by_source"] or {}).items():
-        error = fmt.number(numbers["val_loss_se_by_source"][name])
-        lines.append(f"    {name:<15}{loss:.4f} +- {error}")
+        row(f"  {name:<14}", loss, numbers["val_loss_se_by_source"][name])
     if "token_losses" in numbers:
         lines.append(f"    each token's loss: {paths.display_path(Path(numbers['token_losses']))}")
-    if numbers["generate"] is not None:
-        answers = numbers["generate"]
-        lines.append(
-            f"  ROUGE-L          {answers['rouge_l']:.4f} +- {fmt.number(answers['rouge_l_se'])} "
-            f"on {answers['n']:,} held-out answers"
-        )
+    if (answers := numbers["generate"]) is not None:
+        rest = f" on {answers['n']:,} held-out answers"
+        row(f"{'ROUGE-L':16}", answers["rouge_l"], answers["rouge_l_se"], rest)
     scores = numbers["hellaswag"] or {}
     for name in ("acc", "acc_norm", "acc_token_norm"):
         if scores.get(name) is not None:
-            error = fmt.number(scores[f"{name}_se"])
-            lines.append(
-                f"  {name:15}  {scores[name]:.4f} +- {error} on {scores['n']:,} HellaSwag items"
+            row(
+                f"{name:16}",
+                scores[name],
+                scores[f"{name}_se"],
+                f" on {scores['n']:,} HellaSwag items",
             )
     for name, task in (numbers["tasks"] or {}).items():
         items = "" if task["n"] is None else f" on {task['n']:,} items"
         for metric, found in task["metrics"].items():
-            lines.append(
-                f"  {f'{name} {metric}':<30}  {found['value']:.4f} +- {fmt.number(found['se'])}{items}"
-            )
+            row(f"{f'{name} {metric}':<30} ", found["value"], found["se"], items)
     return "\n".join(lines)
