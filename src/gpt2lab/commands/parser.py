@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
 
 from gpt2lab import fmt
 from gpt2lab.commands import help_page
+from gpt2lab.commands.verbs import within
 from gpt2lab.config import other_programs
 from gpt2lab.config.flags import Flag, check_least, flags_of, option
 from gpt2lab.config.schema import Dtype
@@ -59,14 +60,13 @@ def parse_flags(
     name: str | None = None,
     common: Collection[str] = (),
     passed_on: list[str] | None = None,
-    others: Mapping[str, str] | None = None,
 ) -> Any:
     """Fill the dataclass `target`, or that one of several which the first word names, from a command line.
 
     `about` stands at the top of the help; default the docstring of the target's module. `name`: how the command is
     called, one of several in that docstring; default as in the first example there. `common`: the flags of the short
     help, default all. Words from the first flag on that `target` does not know are appended to `passed_on`, where that
-    is given. `others`: what verbs do that are not in `target`, for the help.
+    is given.
 
     Raises: ConfigError with all mistakes in one line; SystemExit(0) after printing help.
     """
@@ -79,13 +79,14 @@ def parse_flags(
     name, how = name or help_page.name_in(about), help_page.asked(argv)
     words = argv
     if isinstance(target, Mapping):
+        others = within(name.removeprefix("gpt2lab "))
         typed = next((word for word in argv if not word.startswith("-")), None)
         verb = typed and typed.replace("_", "-")
         if how and verb not in verbs:
-            print(help_page.page_of_verbs(name, target, about, others=others or {}))
+            print(help_page.page_of_verbs(name, target, about, others=others))
             raise SystemExit(0)
         if verb is None or verb not in verbs:
-            *first, last = known = [*verbs, *(others or {})]
+            *first, last = known = [*verbs, *others]
             hint = f"{', '.join(first)} or {last}"
             if typed is None:
                 raise ConfigError(f"give a verb: {hint}")

@@ -197,9 +197,7 @@ VERBS = {
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    from gpt2lab.commands.verbs import within
-
-    return int(parse_flags(VERBS, argv, about=__doc__, others=within("runs")).execute())
+    return int(parse_flags(VERBS, argv, about=__doc__).execute())
 
 
 def import_checkpoint(argv: list[str]) -> int:
