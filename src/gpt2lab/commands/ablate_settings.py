@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import Actions, action_words, names_of_flags, parse
+from gpt2lab.commands.command_line import Actions, action_words, parse
 from gpt2lab.commands.parser import name_of
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list
@@ -121,7 +121,7 @@ def read_requests(
         words = [*shared, *(word for word in own if not word.startswith("--code="))]
         with prefix_errors(name):
             # A --config file may have a seed; ablate overrides it.
-            if ours := _OURS & names_of_flags(words):
+            if ours := _OURS & set(map(name_of, words)):
                 raise ConfigError(f"--{min(ours)} is set by ablate itself")
             if len(refs) > 1:
                 raise ConfigError(f"it names code twice, {' and '.join(refs)}")

@@ -209,11 +209,6 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     return TrainArguments(actions, as_branch(request, actions.branch_from, actions.cooldown))
 
 
-def names_of_flags(words: Sequence[str]) -> set[str]:
-    """Return the names of the flags among the words of a command line."""
-    return {name_of(word) for word in words if word.startswith("--")}
-
-
 def action_words(words: Sequence[str]) -> list[str]:
     """Return the flags that a settings file cannot hold, such as --preset, with their values."""
     kept: list[str] = []

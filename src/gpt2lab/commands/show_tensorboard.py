@@ -48,7 +48,13 @@ def main(argv: list[str]) -> int:
     found = _running(pid_file)
     if flags.stop:
         if found:
-            _stop(pid_file, found["pid"])
+            deadline = time.monotonic() + _STOP_SECONDS
+            os.killpg(found["pid"], signal.SIGTERM)
+            while _running(pid_file):
+                if time.monotonic() > deadline:
+                    os.killpg(found["pid"], signal.SIGKILL)
+                time.sleep(0.05)
+            pid_file.unlink(missing_ok=True)
         address = f"stopped http://{_HOST}:{found['port']}/" if found else ""
         print(address or "no TensorBoard of this folder is running")
         return 0
@@ -110,13 +116,3 @@ def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
     raise ConfigError(f"TensorBoard did not answer within {_START_SECONDS:.0f} s; see {log}")
-
-
-def _stop(pid_file: Path, pid: int) -> None:
-    deadline = time.monotonic() + _STOP_SECONDS
-    os.killpg(pid, signal.SIGTERM)
-    while _running(pid_file):
-        if time.monotonic() > deadline:
-            os.killpg(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    pid_file.unlink(missing_ok=True)

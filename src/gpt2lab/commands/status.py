@@ -44,26 +44,22 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{folder}: no such folder")
     run = find_run(flags.run, flags.checkpoint_dir) if flags.run else None
 
-    def read() -> list[overview.RunStatus]:
-        return overview.read_runs(folder) if run is None else [overview.read_run(run)]
-
-    def table() -> str:
-        runs = read()
+    def shown() -> str:
+        runs = overview.read_runs(folder) if run is None else [overview.read_run(run)]
+        if flags.json:
+            return json.dumps(overview.as_json(runs))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if not runs:
             return f"no runs in {paths.display_path(folder)}"
         return overview.status_table(runs, width=width)
 
-    if flags.json:
-        print(json.dumps(overview.as_json(read())))
-        return 0
     if flags.watch is None:
-        print(table())
+        print(shown())
         return 0
     with doing(""), contextlib.suppress(KeyboardInterrupt):  # the way to end it
         while True:
-            shown = f"{time.strftime('%H:%M:%S')}\n{table()}"
+            text = f"{time.strftime('%H:%M:%S')}\n{shown()}"
             sys.stdout.buffer.write(b"\x1b[H\x1b[2J")  # print would escape it
-            print(shown, flush=True)
+            print(text, flush=True)
             time.sleep(flags.watch)
     return 0

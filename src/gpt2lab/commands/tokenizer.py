@@ -14,7 +14,6 @@ from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.gpt2 import CUTS
-from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
 
@@ -62,8 +61,13 @@ class Train:
         if (self.vocab_size or 0) > _MOST_IDS:
             raise ConfigError(f"vocab_size {self.vocab_size} must be at most {_MOST_IDS:,}")
         is_bpe = self.kind == "bpe"
-        if not is_bpe:
-            self._check_characters(out)
+        if not is_bpe and out.suffix == ".json":
+            raise ConfigError(f"{out}: characters are written as a folder; choose another --out")
+        for name in () if is_bpe else ("vocab_size", "val_tokens", "max_tokens"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"--{name}: --kind characters takes every character of the text; leave it out"
+                )
         source = open_source(
             self.source, text_column=self.text_column, subset=self.subset, revision=self.revision
         )
@@ -78,18 +82,15 @@ class Train:
         )
         found = train_bpe(texts, self.vocab_size or 32_768) if is_bpe else characters_of(texts)
         with system_errors_as(ConfigError, out, fix="choose another --out"):
-            _write(found, out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if out.suffix == ".json":
+                replace_durably(out, found.tokenizer_json())
+            else:
+                with staged_folder(out) as staging:
+                    for name, content in found.files.items():
+                        write_durably(staging / name, content)
         print(f"{paths.display_path(out)}: {found.describe()}, end of text {found.end_of_text}")
         return 0
-
-    def _check_characters(self, out: Path) -> None:
-        if out.suffix == ".json":
-            raise ConfigError(f"{out}: characters are written as a folder; choose another --out")
-        for name in ("vocab_size", "val_tokens", "max_tokens"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"--{name}: --kind characters takes every character of the text; leave it out"
-                )
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,3 @@ VERBS = {"train": Train, "show": Show}
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     return int(parse_flags(VERBS, argv, name="gpt2lab data tokenizer").execute())
-
-
-def _write(tokenizer: Tokenizer, out: Path) -> None:
-    """Write a tokenizer's files as a folder, or its tokenizer.json as a file; complete or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".json":
-        replace_durably(out, tokenizer.tokenizer_json())
-        return
-    with staged_folder(out) as staging:
-        for name, content in tokenizer.files.items():
-            write_durably(staging / name, content)
