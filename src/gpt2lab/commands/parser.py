@@ -130,8 +130,12 @@ def read_words(
     """
     parser = _Parser(flags, elsewhere)
     cut = argv.index("--") if "--" in argv else len(argv)
-    words = parser.plain_words(argv[:cut])
-    rest = parser.parse_known_args(words)[1]
+    found, rest = parser.parse_known_args(parser.plain_words(argv[:cut]))
+    for name, values in vars(found).items():
+        if (flag := parser.flags[name]).is_switch:
+            parser.given[name] = values
+        for words in () if flag.is_switch else values:
+            parser.take(flag, words if isinstance(words, list) else [words][: words is not None])
     if passed_on is not None:
         first = next((place for place, word in enumerate(rest) if _is_flag(word)), len(rest))
         passed_on += rest[first:]
@@ -175,17 +179,18 @@ class _Parser(argparse.ArgumentParser):
     """Finds the values in `given`, and in `mistakes` what is wrong, each by the flag's name."""
 
     def __init__(self, flags: Sequence[Flag], elsewhere: Elsewhere) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.flags = {flag.name: flag for flag in flags}
         self.elsewhere = elsewhere
         self.given: dict[str, Any] = {}
         self.mistakes: dict[str, str] = {}
         for flag in flags:
-            if not flag.is_argument:
-                names = [f"--{flag.name}", *[f"--no_{flag.name}"] * flag.is_switch]
-                # That a value is missing is a mistake among others.
-                nargs = 0 if flag.is_switch else "*" if flag.is_list else "?"
-                self.add_argument(*names, dest=flag.name, nargs=nargs, action=_Take)
+            if flag.is_switch:
+                self.add_argument(f"--{flag.name}", action="store_true")
+                self.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false")
+            elif not flag.is_argument:  # that a value is missing is a mistake among others
+                nargs = "*" if flag.is_list else "?"
+                self.add_argument(f"--{flag.name}", action="append", nargs=nargs)
 
     def error(self, message: str) -> NoReturn:
         """Reject what argparse cannot read."""
@@ -238,23 +243,6 @@ class _Parser(argparse.ArgumentParser):
             self.mistakes[flag.name] = answer or str(mistake)
         else:
             self.given[flag.name] = self.given.get(flag.name, ()) + value if flag.adds else value
-
-
-class _Take(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, _Parser)
-        flag = parser.flags[self.dest]
-        if flag.is_switch:
-            parser.given[flag.name] = option_string == f"--{flag.name}"
-        else:
-            words = [] if values is None else [values] if isinstance(values, str) else list(values)
-            parser.take(flag, words)
 
 
 def _is_flag(word: str) -> bool:
