@@ -206,12 +206,13 @@ def train(
     how = {"resume": resume, "allow_change": allow_change}
     how |= {"branch_from": branch_from, "cooldown": cooldown}
     _check_flags(Actions, how, "train")
-    values, base = read_values(settings), config if isinstance(config, dict) else {}
+    values = read_values(settings)
+    base, path = (config, None) if isinstance(config, dict) else ({}, _path(config))
     tunes = {**base, **values}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
     file = read_values(base, recipe)
-    if config is not None and not isinstance(config, dict):
-        file = read_file(paths.from_working_directory(_as_path(config)), recipe)
+    if path is not None:
+        file = read_file(paths.from_working_directory(path), recipe)
     request = make_request(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )
@@ -247,10 +248,8 @@ def _as_typed(name: str, value: Any) -> Any:
 
 
 def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else _as_path(value)
-
-
-def _as_path(value: str | Path) -> Path:
+    if value is None:
+        return None
     if not isinstance(value, str | Path):
         raise ConfigError(f"{value!r:.60} is no path of a file or folder")
     return Path(value)

@@ -74,11 +74,8 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
             run_dir = find_run(request.run_name, request.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), remaining.estimate_remaining(run_dir)
-            return (
-                remaining.remaining_as_json(left, now),
-                remaining.describe_remaining(left, now),
-                0,
-            )
+            document = remaining.remaining_as_json(left, now)
+            return document, remaining.describe_remaining(left, now), 0
     if request.compare is None:
         return _describe_job(request, known)
     window, predictor = window_of(request, time.time()), Predictor(request, known)
