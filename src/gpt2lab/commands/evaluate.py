@@ -70,9 +70,7 @@ def main(argv: list[str]) -> int:
         for name in ("val", "hellaswag_path", "save", "tasks_path", "core")
         if (path := getattr(flags, name)) is not None
     }
-    flags = replace(flags, **typed)
-    tasks = None if flags.tasks is flags.core is None else flags
-    numbers = evaluate(flags, tasks, eval_generate=flags.eval_generate, save=flags.save)
+    numbers = evaluate(replace(flags, **typed))
     if numbers is not None:  # rank 0
         print(json.dumps(numbers) if flags.json else as_text(numbers))
     return 0
@@ -86,41 +84,36 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def evaluate(
-    request: EvaluationRequest,
-    tasks: TaskRequest | None = None,
-    *,
-    eval_generate: bool = False,
-    save: Path | None = None,
-) -> dict[str, Any] | None:
+def evaluate(flags: Evaluate) -> dict[str, Any] | None:
     """Evaluate one target as its own run would; return the numbers on rank 0, None on the other ranks of a torchrun.
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
 
     def find() -> Target:
-        return find_target(request.target, paths.runs_folder(request.checkpoint_dir))
+        return find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
 
     # One process needs no other ranks: it rejects an unknown name before torch is imported.
     named = find() if "RANK" not in os.environ else None
-    evaluation.require_gpu(request.device)
-    if tasks is not None and tasks.tasks is not None:
-        require_tasks(tasks)
-    bundle = read_bundle(tasks.core, tasks.core_limit) if tasks and tasks.core else []
+    evaluation.require_gpu(flags.device)
+    if flags.tasks is not None:
+        require_tasks(flags)
+    bundle = read_bundle(flags.core, flags.core_limit) if flags.core else []
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.evaluation.validation import NUMBERS
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(find)
     settings = target.checkpoint.config() if target.checkpoint else Config()
-    has_others = request.hellaswag or tasks is not None
+    has_tasks = flags.tasks is not None or flags.core is not None
+    has_others = flags.hellaswag or has_tasks
     conversations: Rows | None = None
     is_tuned = settings.tuning.instructions is not None
-    if is_tuned and request.val is None and (eval_generate or not has_others):
+    if is_tuned and flags.val is None and (flags.eval_generate or not has_others):
         conversations = runtime.on_rank_zero(lambda: _held_out(target, settings))
-    has_shards = request.val is not None or (conversations is None and not has_others)
-    _check(request, target, conversations, eval_generate, has_shards, save)
-    subject = evaluation.load_subject(request, target, settings, runtime)
+    has_shards = flags.val is not None or (conversations is None and not has_others)
+    _check(flags, target, conversations, has_shards)
+    subject = evaluation.load_subject(flags, target, settings, runtime)
     numbers = {
         "target": str(subject.target.folder),
         "step": subject.step,
@@ -131,24 +124,24 @@ def evaluate(
     found = _Findings(numbers, warnings=[*subject.target.warnings])
     if has_shards or conversations is not None:
         _add_loss(found, subject, conversations)
-    if eval_generate and conversations is not None:
+    if flags.eval_generate and conversations is not None:
         from gpt2lab.finetuning.evaluation import rouge_l
 
         with doing("answering the held-out conversations"):
             found.numbers["generate"] = rouge_l(
                 subject.model, conversations, strategy=subject.strategy, runtime=runtime
             )
-    if request.hellaswag:
+    if flags.hellaswag:
         from gpt2lab.evaluation.hellaswag import summarize
 
         items = found.items[Path("hellaswag.npz")] = evaluation.measure_hellaswag(subject)
         found.numbers["hellaswag"] = summarize(items)
-    if tasks is not None:
-        _add_tasks(found, subject, tasks, bundle)
+    if has_tasks:
+        _add_tasks(found, subject, flags, bundle)
     runtime.close()
     if runtime.rank > 0:
         return None
-    _save(found, subject, save)
+    _save(found, subject, flags.save)
     for warning in found.warnings:
         say(f"warning: {warning}")
     return found.numbers
@@ -162,38 +155,31 @@ def _held_out(target: Target, settings: Config) -> Rows:
     return open_held_out(settings, target.tokenizer(), fingerprint=trained_on)
 
 
-def _check(
-    request: EvaluationRequest,
-    target: Target,
-    conversations: Rows | None,
-    eval_generate: bool,
-    has_shards: bool,
-    save: Path | None,
-) -> None:
+def _check(flags: Evaluate, target: Target, conversations: Rows | None, has_shards: bool) -> None:
     """Reject what cannot be measured of this target, or not kept anywhere."""
     from gpt2lab.finetuning.evaluation import require_rouge
 
-    if eval_generate:
+    if flags.eval_generate:
         if conversations is None:
             raise ConfigError(
-                f"{request.target}: --eval_generate compares answers, and that needs a run of "
+                f"{flags.target}: --eval_generate compares answers, and that needs a run of "
                 f"gpt2lab finetune and no --val"
             )
         require_rouge()
     checkpoint = target.checkpoint
-    if has_shards and request.val is None and checkpoint is None:
+    if has_shards and flags.val is None and checkpoint is None:
         raise ConfigError(
             "nothing to evaluate: give --val DIR, --hellaswag, --tasks NAMES or --core BUNDLE"
         )
-    if not request.keep_token_losses:
+    if not flags.keep_token_losses:
         return
     if not has_shards:
         raise ConfigError(
             "--keep_token_losses is for validation on token shards; give --val DIR too"
         )
-    if save is None and (checkpoint is None or not is_run(checkpoint.path.parent)):
+    if flags.save is None and (checkpoint is None or not is_run(checkpoint.path.parent)):
         raise ConfigError(
-            f"{request.target} belongs to no run; say where to keep the losses with --save DIR"
+            f"{flags.target} belongs to no run; say where to keep the losses with --save DIR"
         )
 
 
@@ -222,13 +208,11 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
         found.token_losses = describe_losses(loss, data, step=subject.step, attempt=None)
 
 
-def _add_tasks(
-    found: _Findings, subject: Subject, tasks: TaskRequest, bundle: list[CoreTask]
-) -> None:
+def _add_tasks(found: _Findings, subject: Subject, flags: Evaluate, bundle: list[CoreTask]) -> None:
     target = subject.target
     both = [measure_core(bundle, subject)] if bundle else []
-    if tasks.tasks is not None:
-        both.append(measure_tasks(tasks, subject))
+    if flags.tasks is not None:
+        both.append(measure_tasks(flags, subject))
     if subject.runtime.rank > 0:
         return
     found.numbers["tasks"] = {}

@@ -14,14 +14,14 @@ import pytest
 
 import launch
 from golden.run_nanochat_core import model_of
-from gpt2lab.commands.evaluate import as_text, evaluate, main
+from gpt2lab.commands.evaluate import Evaluate, as_text, evaluate, main
 from gpt2lab.config.schema import Config, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.evaluation.request import EvaluationRequest, Subject
 from gpt2lab.interop.core import measure_core, read_bundle
-from gpt2lab.interop.tasks import TaskRequest, TaskResults
+from gpt2lab.interop.tasks import TaskResults
 from gpt2lab.report.page import render
 from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -137,8 +137,8 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
     runs = folder / "runs"
     found = {}
     for run in "ab":
-        bundle = TaskRequest(core=folder / "bundle.zip")
-        found[run] = evaluate(EvaluationRequest(run, runs), bundle, save=tmp_path / run)
+        flags = Evaluate(run, runs, core=folder / "bundle.zip", save=tmp_path / run)
+        found[run] = evaluate(flags)
     assert "are longer than the model's context of 64 tokens" in capsys.readouterr().err
     a = found["a"]
     assert a is not None
@@ -157,12 +157,11 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
         assert row["b"] == pytest.approx(
             found["b"]["tasks"]["core"]["metrics"]["centered"]["value"]
         )
-    few = TaskRequest(core=folder / "unpacked", core_limit=8)
-    limited = evaluate(EvaluationRequest("a", runs), few)
+    limited = evaluate(Evaluate("a", runs, core=folder / "unpacked", core_limit=8))
     assert limited is not None
     assert limited["tasks"]["core/own_schema-first8"]["n"] == 8
-    whole = TaskRequest(core=folder / "unpacked" / "eval_bundle", core_limit=16)
-    again = evaluate(EvaluationRequest("a", runs), whole)
+    whole = folder / "unpacked" / "eval_bundle"
+    again = evaluate(Evaluate("a", runs, core=whole, core_limit=16))
     assert again is not None
     assert again["tasks"] == a["tasks"]
 

@@ -16,13 +16,11 @@ import launch
 from conversations import write_pairs
 from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
-from gpt2lab.commands.evaluate import evaluate
+from gpt2lab.commands.evaluate import Evaluate, evaluate
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation import hellaswag
-from gpt2lab.evaluation.request import EvaluationRequest
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.interop.export import export
-from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.report.page import render
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
@@ -246,8 +244,8 @@ def test_what_cannot_be_answered_is_said_in_one_line(folder):
 
 def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     runs, tasks = folder / "runs", folder / "tasks"
-    request, every = EvaluationRequest("plain", runs), TaskRequest(NAMES, tasks_path=tasks)
-    found = evaluate(request, every, save=tmp_path)
+    every = {"tasks": NAMES, "tasks_path": tasks}
+    found = evaluate(Evaluate("plain", runs, **every, save=tmp_path))
     assert found is not None
     assert found["val_loss"] is None
     endings = found["tasks"]["own_endings"]
@@ -259,7 +257,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     assert endings["metrics"]["acc"]["se"] > 0
     assert found["tasks"]["own_texts"]["metrics"]["bits_per_byte"]["se"] > 0
     # Fewer items stand beside all of them, not in their place.
-    few = evaluate(request, TaskRequest("own_endings", limit=5, tasks_path=tasks))
+    few = evaluate(Evaluate("plain", runs, tasks="own_endings", limit=5, tasks_path=tasks))
     assert few is not None
     assert list(few["tasks"]) == ["own_endings-first5"]
     kept = json.loads((runs / "plain" / "evaluations" / "step_00000060.json").read_text())["tasks"]
@@ -267,7 +265,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     page = render(runs / "plain")
     assert page.count('<td class="mono">own_endings</td>') == 2  # acc and acc_norm
     assert f'<td class="number">{endings["metrics"]["acc"]["se"]:.4f}</td>' in page
-    other = evaluate(EvaluationRequest("tuned", runs), every)
+    other = evaluate(Evaluate("tuned", runs, **every))
     assert other is not None
     for a in ("plain", str(tmp_path), "plain/step_00000060"):
         compared = ask("compare", a, "tuned", "--only=tasks", "--json", folder=folder)["metrics"]
