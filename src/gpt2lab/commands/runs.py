@@ -88,8 +88,6 @@ class Rm(AmongRuns):
     def execute(self) -> int:
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
-        for folder in folders:
-            print(f"{paths.display_path(folder)}: {_describe(folder)}")
         return _act(folders, "delete", delete, sure=self.yes)
 
 
@@ -113,7 +111,6 @@ class Archive(AmongRuns):
                 raise ConfigError(f"--to {to}: lies inside the run {folder}; choose another --to")
             if os.path.lexists(to / folder.name):
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
-            print(f"{paths.display_path(folder)}: {_describe(folder)}")
         question = f"move to {paths.display_path(to)}"
         return _act(folders, question, lambda folder: archive(folder, to), sure=self.yes)
 
@@ -293,7 +290,7 @@ def archive(run_dir: Path, to: Path) -> None:
             shutil.rmtree(run_dir)
 
 
-def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = False) -> list[Path]:
+def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool) -> list[Path]:
     """Return the runs and checkpoints that names mean, each once.
 
     A checkpoint goes with its run, so it counts only where that is not named too. Where nobody is asked (`sure`), a
@@ -362,14 +359,15 @@ def _describe(folder: Path) -> str:
         return f"{size}" + (f", labelled {', '.join(labels)}" if labels else "")
     infos, _ = catalog.list_checkpoints(folder)
     labels = sorted(label for label, step in catalog.read_labels(folder).items() if step)
-    steps = fmt.number_of(len(infos), "checkpoint") + (
-        f" up to step {infos[-1].step:,}" if infos else ""
-    )
-    return f"{steps}, {size}" + (f", labels {', '.join(labels)}" if labels else "")
+    last = f" up to step {infos[-1].step:,}" if infos else ""
+    count = fmt.number_of(len(infos), "checkpoint")
+    return f"{count}{last}, {size}" + (f", labels {', '.join(labels)}" if labels else "")
 
 
 def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: bool) -> int:
-    """Do it to each folder once somebody agreed; return the exit code."""
+    """Do it to each folder once somebody saw what is there and agreed; return the exit code."""
+    for folder in folders:
+        print(f"{paths.display_path(folder)}: {_describe(folder)}")
     if not sure:
         if not sys.stdin.isatty():
             raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")

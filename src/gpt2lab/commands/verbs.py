@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpt2lab import __version__, fmt, paths
@@ -18,12 +17,6 @@ class Verb:
     about: str
     module: str
     function: str = "main"
-
-    def load(self) -> Callable[[list[str]], int]:
-        """Import the function, and what it needs."""
-        module = importlib.import_module(self.module, "gpt2lab.commands")
-        found: Callable[[list[str]], int] = getattr(module, self.function)
-        return found
 
 
 GROUPS = {
@@ -111,9 +104,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"gpt2lab {__version__}")
         return 0
-    name = argv[0].replace("_", "-")
-    if (both := " ".join([name, *argv[1:2]]).replace("_", "-")) in WITHIN:
-        return WITHIN[both].load()(argv[2:])
+    name, both = (" ".join(argv[:count]).replace("_", "-") for count in (1, 2))
     if name in GONE:
         raise ConfigError(f"gpt2lab {name}: it is gpt2lab {GONE[name]}")
     if name not in VERBS:
@@ -121,7 +112,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")
     if name == "benchmark":
         sys.path.insert(0, str(paths.REPOSITORY))
-    return VERBS[name].load()(argv[1:])
+    verb = WITHIN.get(both, VERBS[name])
+    module = importlib.import_module(verb.module, "gpt2lab.commands")
+    return int(getattr(module, verb.function)(argv[1 + (both in WITHIN) :]))
 
 
 def within(verb: str) -> dict[str, str]:
