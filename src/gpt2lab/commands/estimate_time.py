@@ -99,11 +99,10 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         warnings.insert(0, f"predicted for the processor: {predictor.unseen}")
     rows = alternatives.scaling(predictor, found, request.scaling)
     judged = verdict(found, window) if window else None
-    no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
     # A mini batch that nobody typed was replaced by one that fits.
     too_large = found.memory.fits is False
     options: list[str] = []
-    if no_memory:
+    if too_large and found.memory.largest_micro_batch is None:
         options = alternatives.where_it_fits(found, known)
     elif window and judged != "fits":
         options = alternatives.what_fits(predictor, found, window)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.request import RunRequest
-from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
@@ -181,23 +180,39 @@ def _memory(start: Start, runtime: Runtime) -> Check:
 
 
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
+    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards."""
+    config, most = start.config, STEP_TOKENS
+    if runtime.device.type == "cpu":
+        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
     try:
-        tokens, own, loss, norm = try_step(
-            start.config, components, batch, runtime, start.plan.max_steps
-        )
+        part = _cut(batch, most=most, runtime=runtime)
+        for _ in range(2):  # the first makes memory and kernels ready
+            began = time.monotonic()
+            with torch.compiler.set_stance("force_eager"):
+                stats = train_step(
+                    components.trained,
+                    components.optimizers,
+                    part,
+                    lr_at(components.state.step + 1, config.optim, max_steps=start.plan.max_steps),
+                    strategy=components.strategy,
+                    grad_clip=config.optim.grad_clip,
+                    seed=config.data.seed,
+                )
+            runtime.synchronize()
     except torch.OutOfMemoryError as error:
         if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
             raise
         return Check("step", "failed", str(error).splitlines()[0])
-    seconds = runtime.gather(own)
+    seconds = runtime.gather(time.monotonic() - began)
+    tokens = part.micro_batches[0].tokens.numel()
     share = start.plan.batch.tokens / runtime.world_size
     full = max(seconds) * share / tokens
     numbers = {"tokens": tokens, "seconds": seconds, "step_seconds": full}
     detail = (
         f"forward, backward and update of {tokens:,} tokens a rank in {max(seconds):.2f} s "
-        f"(uncompiled), loss {loss:.3f}: about {_seconds(full)} a step"
+        f"(uncompiled), loss {stats.loss:.3f}: about {_seconds(full)} a step"
     )
-    if not math.isfinite(loss) or not math.isfinite(norm):
+    if not (math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)):
         return Check("step", "failed", f"{detail}; loss or gradient is not finite", numbers)
     return Check("step", "ok", detail, numbers)
 
@@ -209,8 +224,19 @@ def _seconds(number: float) -> str:
 def _network(start: Start, runtime: Runtime) -> Check:
     gradient_bytes = 4 * start.plan.parameters
     num_bytes = min(gradient_bytes, NETWORK_BYTES)
-    trials = runtime.gather(try_network(runtime, num_bytes))
-    latencies, rates = ([one[i] for one in trials] for i in (0, 1))
+    medians = []  # as this process sees them
+    for elements, rounds in ((1, 50), (num_bytes // 4, 3)):
+        values = torch.zeros(elements, device=runtime.device)
+        times = []
+        for _ in range(rounds + 1):
+            runtime.synchronize()
+            began = time.monotonic()
+            dist.all_reduce(values)
+            runtime.synchronize()
+            times.append(time.monotonic() - began)
+        medians.append(statistics.median(times[1:]))  # the first one connects
+    latencies, times = map(list, zip(*runtime.gather(medians), strict=True))
+    rates = [num_bytes / seconds for seconds in times]
     gradient = gradient_bytes / min(rates)
     slowest = rates.index(min(rates))
     detail = (
@@ -312,34 +338,6 @@ def try_disk(folder: Path, num_bytes: int) -> tuple[int, float, float, bool]:
     return written, write_seconds, read_seconds, digests[0].digest() == digests[1].digest()
 
 
-def try_step(
-    config: Config, components: Components, batch: GlobalBatch, runtime: Runtime, max_steps: int
-) -> tuple[int, float, float, float]:
-    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards.
-
-    Returns: tokens of this process, seconds, loss and gradient norm of the second one.
-    """
-    most = STEP_TOKENS
-    if runtime.device.type == "cpu":
-        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
-    part = _cut(batch, most=most, runtime=runtime)
-    for _ in range(2):  # the first makes memory and kernels ready
-        began = time.monotonic()
-        with torch.compiler.set_stance("force_eager"):
-            stats = train_step(
-                components.trained,
-                components.optimizers,
-                part,
-                lr_at(components.state.step + 1, config.optim, max_steps=max_steps),
-                strategy=components.strategy,
-                grad_clip=config.optim.grad_clip,
-                seed=config.data.seed,
-            )
-        runtime.synchronize()
-    seconds, tokens = time.monotonic() - began, part.micro_batches[0].tokens.numel()
-    return tokens, seconds, stats.loss, stats.grad_norm
-
-
 def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
     """Return a batch of one micro-batch a process with at most `most` tokens, shorter windows if one is too long."""
     micro = batch.micro_batches[0]
@@ -354,19 +352,3 @@ def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
     )
     targets = runtime.sum_over_ranks((part.targets >= 0).sum())
     return dataclasses.replace(batch, micro_batches=(part,), num_targets=max(1, int(targets)))
-
-
-def try_network(runtime: Runtime, num_bytes: int) -> tuple[float, float]:
-    """Return the seconds of an all-reduce of a number, and bytes/s of `num_bytes`, as this process saw it; medians."""
-    seconds = []
-    for elements, rounds in ((1, 50), (num_bytes // 4, 3)):
-        values = torch.zeros(elements, device=runtime.device)
-        times = []
-        for _ in range(rounds + 1):
-            runtime.synchronize()
-            began = time.monotonic()
-            dist.all_reduce(values)
-            runtime.synchronize()
-            times.append(time.monotonic() - began)
-        seconds.append(statistics.median(times[1:]))  # the first one connects
-    return seconds[0], num_bytes / seconds[1]
