@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +32,6 @@ class LanguageModel:
         self.module: GPT = completer.model  # a torch.nn.Module: ids (B, T) -> logits (B, T, V)
         self.tokenizer: Tokenizer = completer.tokenizer
         self.config: ModelConfig = completer.model.config
-        self._texts = itertools.count()
 
     def __repr__(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.module.parameters())
