@@ -17,7 +17,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import Draft, commit, verify
-from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
@@ -32,7 +32,7 @@ _MODEL, _STATE = "model.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
-class Average(WithJson, AmongRuns):
+class Average:
     """Average the weights of a run's newest checkpoints; optimizer and counts are those of the newest."""
 
     run: str = argument(RUN)
@@ -40,6 +40,8 @@ class Average(WithJson, AmongRuns):
     run_name: str | None = option(
         None, "name of the new run, beside the other; default RUN_averageN"
     )
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import AmongRuns, parse_flags
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -30,12 +30,12 @@ _SHUTDOWN = f"--shutdown-timeout={_STOP_SECONDS - 10}"
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """How a run goes on: what the trainer would do, the command line that makes it do so, and what that runs on."""
+class Job:
+    """The trainer's command line, and what it runs on."""
 
-    start: "Start"
+    name: str
     words: tuple[str, ...]  # the program and its flags
-    resume: str = "latest"  # from which checkpoint
+    folder: Path  # where what was typed means what it means here
     nodes: int = 1
     processes: int = 1  # on each node
     on_gpu: bool = False  # one for each process
@@ -43,7 +43,16 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class ResumeCommand(AmongRuns):
+class Continuation:
+    """How a run goes on: what the trainer would do, and the command line that makes it do so."""
+
+    start: "Start"
+    job: Job
+    resume: str = "latest"  # from which checkpoint
+
+
+@dataclass(frozen=True)
+class ResumeCommand:
     """Print the command that continues a run or a checkpoint, after checking that it will.
 
     Flags of the trainer are passed on. Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and
@@ -59,6 +68,7 @@ class ResumeCommand(AmongRuns):
         least=0,
     )
     output: Output = option("command", "what to print; slurm: a batch script")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
@@ -121,36 +131,37 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continu
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
-    return Continuation(
-        start,
+    job = Job(
+        name=run_dir.name,
         words=(*paths.trainer(program), *words),
-        resume=request.resume or "latest",
+        folder=Path.cwd(),
         nodes=nodes,
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
     )
+    return Continuation(start, job, request.resume or "latest")
 
 
-def write(found: Continuation, *, output: Output) -> str:
-    """Write it as a command line, or as a shell script or a job of Slurm that runs it in the working directory.
+def write(continuation: Continuation, *, output: Output) -> str:
+    """Write it as a command line, a shell script, or a job of Slurm.
 
     Raises: ConfigError for a job that would resume the same step each time that it is started again.
     """
-    name, folder = found.start.run_dir.name, fmt.word_of_bash(str(Path.cwd()))
-    if output == "slurm" and found.resume not in ("latest", "auto"):
+    job, resume = continuation.job, continuation.resume
+    if output == "slurm" and resume not in ("latest", "auto"):
         raise ConfigError(
-            f"--output slurm: the job would go back to checkpoint {found.resume} each time that it is started again; "
-            f"resume it once with --output command, then write the job of {name}"
+            f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
+            f"resume it once with --output command, then write the job of {job.name}"
         )
     if output == "slurm":
-        return _write_slurm(found, name, folder)
-    command = _command(found)
+        return write_slurm(job)
+    command, folder = _command(job), fmt.word_of_bash(str(job.folder))
     script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
     return script if output == "script" else command
 
 
-def _command(job: Continuation, *of_torchrun: str) -> str:
+def _command(job: Job, *of_torchrun: str) -> str:
     """Write the command line of one node; `of_torchrun`: more flags of torchrun, for several processes."""
     launcher = [paths.program("python")]
     if job.processes > 1:
@@ -159,10 +170,10 @@ def _command(job: Continuation, *of_torchrun: str) -> str:
     return fmt.command_line((*launcher, *job.words))
 
 
-def _write_slurm(job: Continuation, name: str, folder: str) -> str:
+def write_slurm(job: Job) -> str:
     """Write a batch script that saves before the time limit and queues itself again."""
     options = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', name)}",  # Slurm reads no quotes
+        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', job.name)}",  # Slurm reads no quotes
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
@@ -185,7 +196,7 @@ def _write_slurm(job: Continuation, name: str, folder: str) -> str:
     return (
         f"#!/usr/bin/env bash\n{lines}"
         f"# Slurm sends USR1 {_STOP_SECONDS} s before the end: the trainer saves, and the job queues itself again.\n"
-        f"set -uo pipefail\ncd {folder} || exit\n{head}"
+        f"set -uo pipefail\ncd {fmt.word_of_bash(str(job.folder))} || exit\n{head}"
         f"srun --cpus-per-task={job.cpus} --kill-on-bad-exit=1 {start} &\n"
         'child=$! again=""\n'
         # Signalled itself, srun would kill its tasks half a minute later.

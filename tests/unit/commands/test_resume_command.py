@@ -35,7 +35,7 @@ def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir):
     found = plan_continuation(ResumeCommand(str(run_dir / "step_00000008"), num_gpus=2))
-    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.processes) == (
+    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
         *(8, 12, 2),
     )
     command = write(found, output="command")
@@ -47,7 +47,7 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
     for output in ("script", "slurm"):
         text = write(found, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-        assert shlex.join(found.words) in text
+        assert shlex.join(found.job.words) in text
     assert "--gpus" not in text, "the run was trained on a CPU"
     on_gpus = plan_continuation(ResumeCommand(str(run_dir), nodes=2, gpus=1))
     text = write(on_gpus, output="slurm")

