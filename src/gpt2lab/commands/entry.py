@@ -45,9 +45,13 @@ def run(main: Callable[[list[str]], int]) -> int:
     is the report. Characters that a terminal cannot show, or that would move its cursor, are escaped: names and texts
     of files are printed as they are everywhere else.
     """
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
+    for stream, errors in (
+        (sys.stdin, "replace"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
+            stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
     if signal.getsignal(signal.SIGINT) is end_at_once:

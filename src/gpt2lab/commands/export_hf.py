@@ -44,21 +44,7 @@ class Export(WithJson, AmongRuns):
 def main(argv: list[str]) -> int:
     """Export, check and print."""
     flags = parse_flags(Export, argv)
-    if flags.dtype not in _DTYPES[flags.format]:
-        raise ConfigError(
-            f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"
-        )
-    for name in ("max_shard_size", "push_to_hub"):
-        if flags.format == "gguf" and getattr(flags, name) is not None:
-            raise ConfigError(f"--{name} is for --format transformers; leave it out")
-    try:
-        shard_bytes = fmt.parse_bytes(
-            "5GB" if flags.max_shard_size is None else flags.max_shard_size
-        )
-    except ValueError as error:
-        raise ConfigError(f"--max_shard_size {error}") from error
-    if shard_bytes < 1:
-        raise ConfigError(f"--max_shard_size {flags.max_shard_size} must be above 0")
+    shard_bytes = _check(flags)
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
     out, dtype = paths.from_working_directory(flags.out), flags.dtype
     if flags.format == "gguf":  # torch comes from here on, so a wrong name does not wait for it
@@ -83,3 +69,23 @@ def main(argv: list[str]) -> int:
         f"{whose} differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
     )
     return 0
+
+
+def _check(flags: Export) -> int:
+    """Reject flags that do not go together; return the largest size of a file."""
+    if flags.dtype not in _DTYPES[flags.format]:
+        raise ConfigError(
+            f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"
+        )
+    for name in ("max_shard_size", "push_to_hub"):
+        if flags.format == "gguf" and getattr(flags, name) is not None:
+            raise ConfigError(f"--{name} is for --format transformers; leave it out")
+    try:
+        shard_bytes = fmt.parse_bytes(
+            "5GB" if flags.max_shard_size is None else flags.max_shard_size
+        )
+    except ValueError as error:
+        raise ConfigError(f"--max_shard_size {error}") from error
+    if shard_bytes < 1:
+        raise ConfigError(f"--max_shard_size {flags.max_shard_size} must be above 0")
+    return shard_bytes
