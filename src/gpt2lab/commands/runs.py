@@ -290,7 +290,7 @@ def archive(run_dir: Path, to: Path) -> None:
             shutil.rmtree(run_dir)
 
 
-def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool) -> list[Path]:
+def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = False) -> list[Path]:
     """Return the runs and checkpoints that names mean, each once.
 
     A checkpoint goes with its run, so it counts only where that is not named too. Where nobody is asked (`sure`), a
