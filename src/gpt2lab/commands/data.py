@@ -106,17 +106,7 @@ class Import(ImportOptions):
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
         manifest = import_folder(folder, self, out)
-        files, end = manifest["files"], end_of_text_of(manifest)
-        count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}
-        documents = "documents of the index" if "index" in files[0] else "no end of text known"
-        if end.id is not None:
-            documents = f"{end.id} {end.place} each document"
-        # What was not typed can be checked here.
-        print(
-            f"{_size(out or folder, manifest)}, {count['train']} train, {count['val']} val, "
-            f"format {manifest.get('layout', 'npy')}, tokenizer {manifest['tokenizer']['name']}, {documents}, "
-            f"{manifest['documents']:,} documents"
-        )
+        print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 
 
@@ -179,3 +169,17 @@ def _size(folder: Path, manifest: dict[str, Any]) -> str:
     files = manifest["files"]
     total = sum(file["tokens"] for file in files)
     return f"{paths.display_path(folder)}: {len(files)} files, {total:,} tokens"
+
+
+def _described(manifest: dict[str, Any]) -> str:
+    """Say how the files of another program were taken: what was not typed can be checked here."""
+    files = manifest["files"]
+    count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}
+    end = end_of_text_of(manifest)
+    documents = "documents of the index" if "index" in files[0] else "no end of text known"
+    if end.id is not None:
+        documents = f"{end.id} {end.place} each document"
+    return (
+        f"{count['train']} train, {count['val']} val, format {manifest.get('layout', 'npy')}, "
+        f"tokenizer {manifest['tokenizer']['name']}, {documents}, {manifest['documents']:,} documents"
+    )
