@@ -41,13 +41,8 @@ class Output:
         self.lock = threading.RLock()
         self._stream, self._missing = stream, missing
         self._write, self._flush = stream.write, stream.flush  # they may be replaced later
-        self._waiting: deque[str] = deque()  # the buffer: parts that are not written yet
+        self.waiting: deque[str] = deque()  # the buffer: parts that are not written yet
         self._dropped = 0  # lines, since the buffer was full
-
-    @property
-    def is_waiting(self) -> bool:
-        """Tell whether text is still in the buffer."""
-        return bool(self._waiting)
 
     def has_room(self, text: str) -> bool:
         """Write what is buffered, and tell whether the buffer has room for a text; if not, count its lines as dropped.
@@ -55,14 +50,14 @@ class Output:
         Raises: OSError.
         """
         self.write_on()
-        if sum(map(len, self._waiting)) + len(text) > _CAPACITY:
+        if sum(map(len, self.waiting)) + len(text) > _CAPACITY:
             self._dropped += max(1, text.count("\n"))
             return False
         return True
 
     def put(self, text: str) -> None:
         """Buffer a text. A carriage return is kept only at its start, elsewhere it is escaped (commands/entry.py)."""
-        self._waiting.extend(text[i : i + _PART] for i in range(0, len(text), _PART))
+        self.waiting.extend(text[i : i + _PART] for i in range(0, len(text), _PART))
 
     def report_dropped(self) -> None:
         """Buffer a line with the number of dropped lines."""
@@ -75,8 +70,8 @@ class Output:
 
         Raises: OSError.
         """
-        while self._waiting and self._takes_output(patience):
-            self._write(self._waiting.popleft())
+        while self.waiting and self._takes_output(patience):
+            self._write(self.waiting.popleft())
             self._flush()
 
     def close(self, patience: float | None) -> None:
@@ -87,7 +82,7 @@ class Output:
         with self.lock:
             self.report_dropped()
             self.write_on(patience)
-            self._waiting.clear()
+            self.waiting.clear()
 
     def _takes_output(self, patience: float | None) -> bool:
         try:
@@ -170,7 +165,7 @@ class Console:
             return
         with self._output.lock:
             self._output.write_on()
-            if self._output.is_waiting:
+            if self._output.waiting:
                 return
             text = text[: self._width - 1]
             self._output.put("\r" + text.ljust(self._shown))

@@ -35,7 +35,7 @@ from gpt2lab.files import (
     or_null,
     regular,
 )
-from gpt2lab.runs.events import COLUMNS, LIMIT, METRICS, Event, as_step, decode_step, parse_line
+from gpt2lab.runs.events import COLUMNS, LIMIT, METRICS, Event, parse_line, read_line
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
@@ -160,21 +160,18 @@ class Log:
         rows, place = bytearray(), 0
         with self._open() as file:
             for number, line in enumerate(file, start=1):
-                text = line.removesuffix(b"\n")
-                step = decode_step(text)
                 try:
-                    if step is None and (event := parse_line(text))["event"] == "step":
-                        step = as_step(event)
-                    elif step is None:
-                        self.events.append(event)
+                    found = read_line(line)
+                    if isinstance(found, dict):
+                        self.events.append(found)
                         self._rows.append(len(rows) // _ROW.itemsize)
+                    else:
+                        rows += _pack(place, *_values_of(found))
                 except ValueError as error:
-                    if text != line:  # else the last one is torn, or being written
+                    if line.endswith(b"\n"):  # else the last one is torn, or being written
                         self._num_damaged += 1
                         if len(self._damaged) < _NAMED_LINES:
                             self._damaged.append(f"line {number:,}: {error}")
-                if step is not None:
-                    rows += _pack(place, *_values_of(step))
                 place += len(line)
         return rows
 
@@ -327,21 +324,15 @@ class Log:
 
     def spent_seconds(self) -> float:
         """Return the seconds that all starts took together, without the pauses between them."""
+        last_rows = dict(zip(self._attempts.tolist(), range(len(self._attempts)), strict=True))
         spent: dict[int, float] = {}
-        last_row: dict[int, int] = {}
-        is_last = np.ones(len(self._attempts), bool)
-        is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
-        all_elapsed = self._of_all("elapsed_seconds")
-        step_seconds = self._of_all("step_seconds")
-        for row in np.flatnonzero(is_last).tolist():
-            attempt = int(self._attempts[row])
+        for attempt, row in last_rows.items():
             # elapsed_seconds counts from the beginning of the start.
-            elapsed = float(all_elapsed[row])
-            spent[attempt] = elapsed if elapsed > 0 else float(step_seconds[row])
-            last_row[attempt] = row
+            elapsed = float(self._table["elapsed_seconds"][row])
+            spent[attempt] = elapsed if elapsed > 0 else float(self._table["step_seconds"][row])
         for row, event in zip(self._rows, self.events, strict=True):
             attempt = event["attempt"]
-            if event["event"] != "done" and row > last_row.get(attempt, -1):
+            if event["event"] != "done" and row > last_rows.get(attempt, -1):
                 spent[attempt] = spent.get(attempt, 0.0) + (stall_of(event) or 0.0)
         return sum(spent.values())
 
