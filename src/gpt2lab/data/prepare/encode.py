@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from gpt2lab.data.prepare.readers import BadRecordsError, Stream
+from gpt2lab.data.prepare.readers import BadRecordsError, Document, Stream
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -92,7 +92,7 @@ class EncoderPool:
 
         Raises: DataError on a bad record (unless `skip_bad`, which counts it), or if a process dies.
         """
-        with contextlib.closing(_jobs(documents, skip_bad, self._tokenizer.cuts)) as jobs:
+        with contextlib.closing(batch_chunks(documents, skip_bad, self._tokenizer.cuts)) as jobs:
             if not self._workers:
                 for chunks, bad, empty in jobs:
                     yield encode_chunks(chunks, self._tokenizer), bad, empty
@@ -188,8 +188,8 @@ def key_of(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
 
 
-def _jobs(
-    documents: Stream, skip_bad: bool, cuts: re.Pattern[str] | None
+def batch_chunks(
+    documents: Iterable[Document | BadRecordsError], skip_bad: bool, cuts: re.Pattern[str] | None
 ) -> Generator[tuple[list[TextChunk], int, int], None, None]:
     """Group chunks into batches of similar length in characters, whatever the documents.
 

@@ -27,9 +27,9 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, read_manifest, shares_of
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
-from gpt2lab.data.prepare.encode import EncoderPool, cut, key_of
+from gpt2lab.data.prepare.encode import EncoderPool, batch_chunks, key_of
 from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, deal, of_part
-from gpt2lab.data.prepare.readers import BadRecordsError, Document, read, state_of
+from gpt2lab.data.prepare.readers import read, state_of
 from gpt2lab.data.prepare.sources import TextSource
 from gpt2lab.data.prepare.work import (
     ChangedError,
@@ -475,29 +475,21 @@ def learning_texts(
     sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
     plan = plan_preparation(source, sizes, tokenizer=GPT2)
     threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
-    seen = 0
-    for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True):
-        for share in group.shares:
-            for document in read(share, text_column=source.text_column):
-                try:
-                    for text in _texts(document, threshold, cuts):
-                        yield text
-                        seen += len(text.encode())
-                except BadRecordsError as error:
-                    if not (skip_bad or source.skips_bad):
-                        raise error.unless_skipped() from None
-                if seen >= max_bytes:
-                    return
-
-
-def _texts(
-    document: Document | BadRecordsError, threshold: int, cuts: re.Pattern[str] | None
-) -> Iterator[str]:
-    if isinstance(document, BadRecordsError):
-        raise document
-    for chunk in cut(document.blocks, where=document.where, cuts=cuts):
-        content = chunk.text.encode("utf-8", "surrogatepass")
-        if chunk.begins and key_of(content) < threshold:
-            return
-        # Halves of surrogate pairs are what they become in a preparation.
-        yield chunk.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    documents = (
+        document
+        for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True)
+        for share in group.shares
+        for document in read(share, text_column=source.text_column)
+    )
+    seen, is_held_out = 0, False
+    for chunks, _, _ in batch_chunks(documents, skip_bad or source.skips_bad, cuts):
+        for chunk in chunks:
+            if chunk.begins and seen >= max_bytes:
+                return
+            if chunk.begins:
+                is_held_out = key_of(chunk.text.encode("utf-8", "surrogatepass")) < threshold
+            if not is_held_out:
+                # Halves of surrogate pairs are what they become in a preparation.
+                text = chunk.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                yield text
+                seen += len(text.encode())
