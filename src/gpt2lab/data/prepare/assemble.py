@@ -147,12 +147,8 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         if not isinstance(part, list) or len(part) != 2:
             raise DataError(f"{folder / MANIFEST}: 'part' is not [i, n]; prepare it again")
         number, count = part
-        if count == 1 or count == "merged":
+        if count == 1:
             raise DataError(f"{folder}: a full data set, not a part; prepare parts with --part i/n")
-        if "groups" not in manifest:
-            raise DataError(
-                f"{folder}: a part that an earlier version divided in another way; prepare it again"
-            )
         check_prepared(folder, manifest)
         rule = {**manifest["split"], "held_back_tokens": None}
         same = (manifest["origin"], manifest["tokenizer"], rule, {**request, "part": [None, count]})

@@ -378,11 +378,6 @@ def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
         elif isinstance(before, dict):
             names = [name for name in request if before.get(name) != request[name]]
             different = f" (another {', '.join(names or ['version']).replace('listing', 'source')})"
-        if before is not None and "groups" not in manifest:
-            raise DataError(
-                f"{folder}: prepared by an earlier version, which split by position; it can still be trained on; "
-                f"choose another --out for a split by document, or move it away"
-            )
     raise DataError(
         f"{folder}: holds something else already{different}; choose another --out, or move it away"
     )
