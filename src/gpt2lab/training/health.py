@@ -29,7 +29,7 @@ from gpt2lab.optim.optimizers import can_reject_on_device
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components
 from gpt2lab.training.start import Start
-from gpt2lab.training.train_step import StepStats, is_finite
+from gpt2lab.training.train_step import StepStats
 
 FEWEST = 64  # with fewer recent losses, nothing is a spike: the loss of a young run falls fast
 LIMIT = 6.0  # standard deviations
@@ -57,12 +57,6 @@ def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
 
 
 MOST_NON_FINITE = 4  # in a row: one can be chance, four are not
-
-
-def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> bool:
-    """Decide, from numbers that all ranks share, whether an update is made."""
-    spiked = is_spike(loss, state.recent_losses)
-    return is_finite(loss, grad_norm) and (on_spike == "warn" or not spiked)
 
 
 def why_host_decides(

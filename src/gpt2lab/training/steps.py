@@ -17,11 +17,11 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.health import Crowding, Stragglers, accepts, is_spike, report_health, rewind
+from gpt2lab.training.health import Crowding, Stragglers, is_spike, report_health, rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
-from gpt2lab.training.train_step import StepStats, train_step
+from gpt2lab.training.train_step import StepStats, is_finite, train_step
 
 _SAVE_BYTES_PER_SECOND = 1e8  # assumed before the first save was measured
 
@@ -191,7 +191,8 @@ def launch_step(
     lr = lr_at(number, optim, max_steps=start.plan.max_steps)
 
     def accept(loss: float, norm: float) -> bool:
-        return accepts(loss, norm, state, optim.on_spike)
+        is_fine = optim.on_spike == "warn" or not is_spike(loss, state.recent_losses)
+        return is_finite(loss, norm) and is_fine
 
     stats = train_step(
         components.trained,
