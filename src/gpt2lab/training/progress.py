@@ -6,6 +6,7 @@ run; this measures the run itself.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import statistics
@@ -14,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.derived import count_due, frequencies
@@ -156,16 +156,11 @@ class Progress:
         return Interval.log_normal(mean, math.hypot(_error_of_mean(clipped), _DRIFT))
 
 
-def _recent(steps: Sequence[float]) -> list[float]:
+def _recent(steps: list[float]) -> list[float]:
     """Return the last steps: those of ten minutes, but at least 200."""
-    recent: list[float] = []
-    seconds = 0.0
-    for taken in reversed(steps):
-        if len(recent) >= _FEWEST_STEPS and seconds >= _WINDOW_SECONDS:
-            break
-        recent.append(taken)
-        seconds += taken
-    return recent
+    newest_first = steps[::-1]
+    enough = bisect.bisect_left(list(itertools.accumulate(newest_first)), _WINDOW_SECONDS) + 1
+    return newest_first[: max(_FEWEST_STEPS, enough)]
 
 
 def _error_of_mean(steps: Sequence[float]) -> float:
@@ -255,11 +250,3 @@ class RunClock:
             f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
             f"{3600 / pace.value if pace else 0.0:,.0f} steps/h{track}"
         )
-
-    def fields(self, left: Interval | None) -> dict[str, Any]:
-        """Return what a step's event says of time."""
-        return {
-            "elapsed_seconds": self.elapsed(),
-            "remaining_seconds": left.value if left else None,
-            "on_track": self.is_on_track(left),
-        }

@@ -56,7 +56,10 @@ class StepLog:
         step, tokens = state.step, self._start.plan.batch.tokens
         rate, flops = tokens / seconds, self._start.plan.flops_per_token
         mfu = rate * flops / self._peak_flops if self._peak_flops else None
-        left = self._clock.progress.remaining_interval(step)
+        left, order = self._clock.progress.remaining_interval(step), self._order
+        passes = {}  # over each source of a mixture, up to the end of the batch
+        if isinstance(order, Mixture):
+            passes["epochs_by_source"] = order.epochs_before(batch.first_sample + batch.samples)
         self._logger.event(
             "step",
             step,
@@ -77,8 +80,10 @@ class StepLog:
             cpu_seconds=cpu_seconds,
             **({} if state.loss_scale is None else {"loss_scale": state.loss_scale[0]}),
             **({} if self._muon_scale is None else {"muon_lr": lr * self._muon_scale}),
-            **self._epochs_by_source(batch),
-            **self._clock.fields(left),
+            **passes,
+            elapsed_seconds=self._clock.elapsed(),
+            remaining_seconds=left.value if left else None,
+            on_track=self._clock.is_on_track(left),
         )
         if self._tells_compiling:  # the first step of this start has
             compiled, self._tells_compiling = compiled_so_far(), False
@@ -118,20 +123,9 @@ class StepLog:
             about = f", about {fmt.duration(expected)} unless its code is cached"
         return self._logger.waiting(f"compiling the step{about}")
 
-    def _epochs_by_source(self, batch: GlobalBatch) -> dict[str, dict[str, float]]:
-        """Return the passes over each source of a mixture up to the end of a batch, as an event records them."""
-        if not isinstance(self._order, Mixture):
-            return {}
-        passes = self._order.epochs_before(batch.first_sample + batch.samples)
-        return {"epochs_by_source": passes}
-
     def announce(self, batch: GlobalBatch, step: int) -> None:
         """Say, once each, what begins with the batch after `step`: an epoch, other weights of a mixture."""
-        self.announce_epoch(batch)
-        self.announce_phase(batch, step)
-
-    def announce_phase(self, batch: GlobalBatch, step: int) -> None:
-        """Record and show the weights of a mixture after `step`: at the beginning of a start, and where they change."""
+        self._announce_epoch(batch)
         if not isinstance(self._order, Mixture):
             return
         phase = self._order.phase_of(batch.first_sample + batch.samples - 1)
@@ -143,7 +137,7 @@ class StepLog:
         text = ", ".join(f"{share:.2%} {name}" for name, share in shares.items())
         self._logger.say(f"mixture from step {step + 1}: {text}")
 
-    def announce_epoch(self, batch: GlobalBatch) -> None:
+    def _announce_epoch(self, batch: GlobalBatch) -> None:
         """Say which epoch begins, or is entered by a resume, and the order of its shards.
 
         Where steps are shown less often than epochs begin, the first is enough.
