@@ -212,11 +212,10 @@ class Saver:
             self._buffer.close()
             self._buffer = None
 
-    def _leave(self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]) -> bool:
+    def _leave(self, save: _Save, draft: Draft) -> bool:
         """Leave a save to the writer process, started at the first save; return False if that has failed."""
         assert self.folder is not None
         assert self._buffer is not None
-        draft = self._draft(save, content, rng_states)
         try:
             if self._writer is None:
                 self._writer = Writer(self._buffer.shared, lock=self.folder.lock)
@@ -278,7 +277,7 @@ class Saver:
             return  # of a branch: the checkpoint is another run's
         self.label(state.step, labels)
         if self.folder is not None and self.resumed_kind is not None and not is_recorded:
-            self._record(state, self.resumed_kind, labels, seconds=None, stalled=None)
+            self._report(state, self.resumed_kind, labels)
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning: the checkpoint is complete without them."""
@@ -328,12 +327,13 @@ class Saver:
             )
         if (problem := self._make_room() or self.logger.flush()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
-        if self._buffer is not None and not must_succeed and self._leave(save, content, rng_states):
-            return None
         error: OSError | None = None
         try:
+            draft = self._draft(save, content, rng_states)
+            if self._buffer is not None and not must_succeed and self._leave(save, draft):
+                return None
             with self.signals.committing():
-                store.save(self.run_dir, self._draft(save, content, rng_states))
+                store.save(self.run_dir, draft)
         except OSError as caught:
             error = caught
         return self._conclude(save, error, ended=None)
@@ -398,16 +398,15 @@ class Saver:
             return None
         return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
 
-    def _record(
+    def _report(
         self,
         state: TrainState,
         kind: str,
         labels: list[str],
-        *,
-        seconds: float | None,
-        stalled: float | None,
-    ) -> int:
-        """Write the event of a checkpoint and return its bytes; `seconds` None: not measured."""
+        seconds: float | None = None,
+        stalled: float | None = None,
+    ) -> None:
+        """Write the event of a checkpoint, and show it unless an earlier start has, which measured its `seconds`."""
         path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         self.logger.event(
@@ -420,12 +419,8 @@ class Saver:
             seconds=seconds,
             stall_seconds=stalled,
         )
-        return num_bytes
-
-    def _report(
-        self, state: TrainState, kind: str, labels: list[str], seconds: float, stalled: float
-    ) -> None:
-        num_bytes = self._record(state, kind, labels, seconds=seconds, stalled=stalled)
+        if seconds is None or stalled is None:
+            return
         named = f" ({', '.join(labels)})" if labels else ""
         waited = f", training waited {stalled:.1f} s" if stalled < seconds else ""
         self.logger.say(
