@@ -18,7 +18,6 @@ from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.recipe import plain_ids
 
 
 class Evaluator:
@@ -147,12 +146,14 @@ class Evaluator:
             return self.runtime.on_rank_zero(lambda: self._sample_from(model, state, tokenizer))
 
     def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> bool:
-        began = time.monotonic()
+        began, prompt = time.monotonic(), self.config.eval.sample_prompt
         try:
             with self.strategy.autocast():
                 text = sample_text(
                     model,
-                    self.prompt_ids(self.config.eval.sample_prompt, tokenizer),
+                    self.prompt_ids(prompt, tokenizer)
+                    if self.prompt_ids
+                    else tokenizer.encode(prompt),
                     tokenizer,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),
@@ -163,7 +164,7 @@ class Evaluator:
             return True
         if text is None:
             return False
-        if self.prompt_ids is not plain_ids:
+        if self.prompt_ids:
             text = text.removeprefix(tokenizer.end_token)  # the template begins with it
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint import catalog
@@ -37,14 +36,8 @@ class InitialWeights:
         }
 
 
+# Words of nanoGPT, unless a run or a folder has the name.
 _OF_NANOGPT = {"scratch": "leave it out", "resume": "here it is --resume latest"}
-
-
-def _find(name: str, checkpoint_dir: Path) -> Target:
-    """Return what the name means; a word of nanoGPT's means that, unless a run or folder has the name."""
-    if name in _OF_NANOGPT and catalog.find_folder(name, checkpoint_dir) is None:
-        raise ConfigError(f"--init_from {name}: {_OF_NANOGPT[name]}")
-    return find_target(name, checkpoint_dir)
 
 
 def begin_from(request: RunRequest) -> tuple[Config, InitialWeights]:
@@ -56,9 +49,11 @@ def begin_from(request: RunRequest) -> tuple[Config, InitialWeights]:
     Raises: CheckpointError if there is no such model; ConfigError if another architecture was chosen.
     """
     asked = request.config
-    name = asked.init.init_from
+    name, runs = asked.init.init_from, asked.checkpoint.checkpoint_dir
     assert name is not None
-    target = _find(name, asked.checkpoint.checkpoint_dir)
+    if name in _OF_NANOGPT and catalog.find_folder(name, runs) is None:
+        raise ConfigError(f"--init_from {name}: {_OF_NANOGPT[name]}")
+    target = find_target(name, runs)
     source = target.model_config()
     tokenizer = target.tokenizer() if request.recipe == "finetune" else None
     if tokenizer is not None and source.num_tokens < tokenizer.size <= source.vocab_size:

@@ -30,21 +30,13 @@ if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
 
-def plain_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt that is text and nothing else.
-
-    Raises: DataError if the tokenizer has no ids for it.
-    """
-    return tokenizer.encode(prompt)
-
-
 @dataclass(frozen=True)
 class Batches:
     """Where a run's batches come from, what its validation loss is measured on, and how its text samples begin."""
 
     loader: Loader
     validation: Callable[[Strategy], MeasuresLoss]
-    prompt_ids: Callable[[str, Tokenizer], list[int]] = plain_ids
+    prompt_ids: Callable[[str, Tokenizer], list[int]] | None = None  # default the text's own
 
 
 class Recipe(Protocol):

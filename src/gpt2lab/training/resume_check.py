@@ -129,7 +129,6 @@ def check_resume(
 
     Raises: CheckpointError naming what differs.
     """
-    assert start.checkpoint is not None
     logged = _logged_steps(start)
     return ResumeCheck(
         from_step=state.step,
@@ -203,7 +202,6 @@ def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any
 
 def _level(start: Start, facts: dict[str, Any]) -> str:
     """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
-    assert start.checkpoint is not None
     if _guarded_changes(start):
         return "changed"
     now, saved = dict(facts["environment"]), dict(saved_environment(start))
