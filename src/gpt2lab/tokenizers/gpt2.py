@@ -77,9 +77,6 @@ class GPT2Tokenizer(Tokenizer):
     name, size, end_of_text, end_token = NAME, NUM_TOKENS, END_OF_TEXT, END_TOKEN
     cuts = CUTS
 
-    def __init__(self) -> None:
-        self.files = {}
-
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
         return gpt2_encoding().encode_ordinary(text)
@@ -93,9 +90,14 @@ class GPT2Tokenizer(Tokenizer):
         """Return the text of ids."""
         return gpt2_encoding().decode(ids)
 
+    @functools.cache  # noqa: B019 - there is one, for as long as the process
     def byte_lengths(self) -> np.ndarray:
         """Return how many bytes of text each id stands for, (50257,) int64; 0 for <|endoftext|>."""
-        return token_bytes()
+        import numpy as np  # not at the top: most importers need only the constants
+
+        lengths = [len(gpt2_encoding().decode_single_token_bytes(i)) for i in range(NUM_TOKENS)]
+        lengths[END_OF_TEXT] = 0
+        return np.array(lengths, dtype=np.int64)
 
     def tokenizer_json(self) -> bytes:
         """Return GPT-2's tokenizer as Hugging Face's library reads it."""
@@ -118,17 +120,6 @@ class GPT2Tokenizer(Tokenizer):
 
 
 GPT2 = GPT2Tokenizer()
-
-
-@functools.cache
-def token_bytes() -> np.ndarray:
-    """Return how many bytes of text each id encodes, (50257,) int64; 0 for <|endoftext|>."""
-    import numpy as np  # not at the top: most importers need only the constants
-
-    encoding = gpt2_encoding()
-    lengths = [len(encoding.decode_single_token_bytes(i)) for i in range(NUM_TOKENS)]
-    lengths[END_OF_TEXT] = 0
-    return np.array(lengths, dtype=np.int64)
 
 
 def vocabulary_files() -> tuple[Path, Path]:

@@ -27,6 +27,9 @@ class Tokenizer(ABC):
     cuts: re.Pattern[str] | None = None  # a text may be cut where this matches: its ids stay
     bytes_per_token: int = 4  # of English text, roughly
 
+    def __init__(self) -> None:
+        self.files = {}
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; what looks like a special token in it is text.

@@ -34,9 +34,6 @@ class BytesTokenizer(Tokenizer):
     cuts = _ANYWHERE
     bytes_per_token = 1
 
-    def __init__(self) -> None:
-        self.files = {}
-
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode("utf-8"))

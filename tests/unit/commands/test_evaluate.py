@@ -18,7 +18,7 @@ from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.lab.compare import compare
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.tokenizers.plain import BYTES
 from launch import SCRIPTS, ask
 from tiny import CONTEXT, flags_of, make_tokens, parse, pretrain, write_items, write_shards
@@ -100,7 +100,7 @@ def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder):
 
 
 def test_every_token_has_its_bytes():
-    table, encoding = token_bytes(), gpt2_encoding()
+    table, encoding = GPT2.byte_lengths(), gpt2_encoding()
     text = "Ünïcode, 漢字 and plain words.\n\n    return 1"
     assert sum(table[encoding.encode_ordinary(text)]) == len(text.encode())
     assert (len(table), table[END_OF_TEXT], table[:END_OF_TEXT].min()) == (50257, 0, 1)

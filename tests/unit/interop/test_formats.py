@@ -25,7 +25,7 @@ from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import divide_windows
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 from tiny import CONTEXT, make_tokens
 from token_files import FORMATS, documents, flat, llmc_shards, made_splits, write_llmc, write_raw
 from whole_run import Run
@@ -437,7 +437,7 @@ def test_every_byte_is_read_once(tmp_path, name):
     FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
     wanted = ImportOptions(val_files=("0_*.ds",)) if name == "datatrove" else ImportOptions()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    token_bytes()  # not part of it
+    GPT2.byte_lengths()  # not part of it
     before = psutil.Process().io_counters().read_chars
     import_folder(tmp_path, wanted)
     assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
