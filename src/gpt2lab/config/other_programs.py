@@ -28,7 +28,8 @@ _CLIP = "--grad_clip"
 _READING = "no setting: a thread of the trainer reads ahead"
 _PREPARE = "--data_dir, a folder made by gpt2lab prepare or gpt2lab data import"
 
-_NANOGPT = {
+FLAGS = {
+    # nanoGPT
     "batch_size": _BATCH,
     "block_size": "--context_length",
     "gradient_accumulation_steps": _ACCUMULATION,
@@ -49,8 +50,7 @@ _NANOGPT = {
     "wandb_log": _WANDB,
     "wandb_project": _WANDB,
     "wandb_run_name": f"{_WANDB}; the run's name is --run_name",
-}
-_HUGGINGFACE = {
+    # transformers and its examples
     "lr": _RATE,
     "per_device_train_batch_size": _BATCH,
     "train_batch_size": _BATCH,
@@ -85,8 +85,7 @@ _HUGGINGFACE = {
     "dataloader_num_workers": _READING,
     "fsdp": "--parallel fsdp",
     "deepspeed": "--parallel zero1 or fsdp",
-}
-_LITGPT = {
+    # LitGPT
     "train.global_batch_size": "--total_batch_size, in tokens",
     "train.micro_batch_size": _BATCH,
     "train.max_tokens": "--max_tokens",
@@ -116,7 +115,6 @@ _LITGPT = {
     "logger_name": _TRACKERS,
     "resume_from": "--resume latest, or a checkpoint's folder",
 }
-FLAGS = _NANOGPT | _HUGGINGFACE | _LITGPT
 
 _TRUE_FALSE = {"true": "on", "false": "off"}
 _PRECISIONS = {
