@@ -243,35 +243,25 @@ def open_validation(
     return MixedValidation(data.names, weights, validations)
 
 
+@dataclass(frozen=True)
 class MixedValidation:
     """The validation losses of all sources, and one number for the mixture."""
 
-    def __init__(
-        self, names: Sequence[str], weights: Sequence[float], validations: Sequence[MeasuresLoss]
-    ) -> None:
-        """`weights` add up to 1; a source that a later phase brings in has weight 0."""
-        self._names, self._weights, self._validations = names, weights, validations
+    names: Sequence[str]
+    weights: Sequence[float]  # add up to 1; a source that a later phase brings in has 0
+    validations: Sequence[MeasuresLoss]
 
-    def measure(
-        self,
-        model: GPT,
-        *,
-        interrupted: Callable[[], bool] = lambda: False,
-        keep_token_losses: bool = False,
-    ) -> ValidationLoss | None:
-        """Return the weighted mean over the sources, each in `by_source`; None if interrupted.
+    def measure(self, model: GPT, **how: Any) -> ValidationLoss | None:
+        """Return the weighted mean over the sources, each in `by_source`; see MeasuresLoss.
 
         Raises: DataError.
         """
-        losses = []
-        for validation in self._validations:
-            loss = validation.measure(
-                model, interrupted=interrupted, keep_token_losses=keep_token_losses
-            )
-            if loss is None:
+        losses = {}
+        for name, validation in zip(self.names, self.validations, strict=True):
+            if (loss := validation.measure(model, **how)) is None:
                 return None
-            losses.append(loss)
-        return combine(dict(zip(self._names, losses, strict=True)), self._weights)
+            losses[name] = loss
+        return combine(losses, self.weights)
 
 
 def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> ValidationLoss:
