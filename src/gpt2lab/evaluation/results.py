@@ -173,16 +173,15 @@ def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) ->
     before = np.cumsum([0, *map(len, ends)]).tolist()
     parts: list[tuple[int, int, int, int]] = []  # window, begin, end, document
     for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
-        places = ends[shard] if ends else np.empty(0, np.int64)
+        places = ends[shard]
         first, last = np.searchsorted(places, [offset + 1, offset + T])
         # A target's index is its place - offset - 1.
         cuts = [0, *(places[first:last] - offset).tolist(), T]
         for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
-            parts.append((window, begin, end, before[shard] + int(first) + number if ends else 0))
-    in_order = dict.fromkeys(part[3] for part in parts)
-    documents = {document: number for number, document in enumerate(in_order)}
-    if len(documents) < 2 or not ends or not any(map(len, ends)):
+            parts.append((window, begin, end, before[shard] + int(first) + number))
+    windows, begins, finishes, documents = np.array(parts, dtype=np.int64).T
+    distinct, units = np.unique(documents, return_inverse=True)
+    if len(distinct) < 2:  # also where nothing marks them
         every = np.arange(count)
         return Parts("window", every, np.zeros(count, np.int64), np.full(count, T), every)
-    window, begin, end = np.array([part[:3] for part in parts], dtype=np.int64).T
-    return Parts("document", window, begin, end, np.array([documents[part[3]] for part in parts]))
+    return Parts("document", windows, begins, finishes, units)
