@@ -20,7 +20,7 @@ from gpt2lab.errors import DataError, SourceLostError
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
-_WHOLE_TEXT = 1 << 24  # bytes of a text that is held in memory
+_WHOLE_TEXT = 16  # blocks of a text that is held in memory
 _LONGEST_RECORD = 1 << 28  # bytes of a line, or characters of a field
 _ESCAPES = re.compile("[\udc80-\udcff]")  # of bytes that are not UTF-8
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
@@ -162,49 +162,43 @@ def _read_text(share: Share, text_column: str) -> Stream:
 
     A long file is read twice: nothing of a file may be used that is not UTF-8 to its end.
     """
-    with _open(share) as file:
-        content = file.read(_WHOLE_TEXT)
-    if len(content) < _WHOLE_TEXT:
-        try:
-            text = content.decode().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {error.start}")
-            return
-        yield Document((text,), share.file.url)
-    elif (bad := _first_bad_byte(share)) is not None:
-        yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}")
-    else:
-        yield Document(_blocks_of(share), share.file.url)
+    blocks, is_long = _blocks_of(share), False
+    try:
+        held = tuple(itertools.islice(blocks, _WHOLE_TEXT))
+        for _ in blocks:
+            is_long = True
+    except BadRecordsError as error:
+        yield error
+        return
+    yield Document(_blocks_again(share) if is_long else held, share.file.url)
 
 
 def _blocks_of(share: Share) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    try:
-        with _open(share) as file:
-            while block := file.read(_BLOCK):
-                yield decoder.decode(block)
-            yield decoder.decode(b"", final=True)
-    except (OSError, UnicodeDecodeError) as error:  # the first reading succeeded
-        if _is_remote(share):
-            raise _lost(share, error) from error
-        raise DataError(
-            f"{share.file.url}: changed while it was read ({error}); run the same command again"
-        ) from error
-
-
-def _first_bad_byte(share: Share) -> int | None:
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(share) as file:
         while True:
             block = file.read(_BLOCK)
             held = len(decoder.getstate()[0])
             try:
-                decoder.decode(block, final=not block)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return position - held + error.start
+                bad = position - held + error.start
+                raise BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}") from error
             if not block:
-                return None
+                return
+            yield text if position else text.removeprefix("\ufeff")
             position += len(block)
+
+
+def _blocks_again(share: Share) -> Iterator[str]:
+    try:
+        yield from _blocks_of(share)
+    except (OSError, BadRecordsError) as error:  # the first reading succeeded
+        if _is_remote(share):
+            raise _lost(share, error) from error
+        raise DataError(
+            f"{share.file.url}: changed while it was read ({error}); run the same command again"
+        ) from error
 
 
 def _read_jsonl(share: Share, text_column: str) -> Stream:
