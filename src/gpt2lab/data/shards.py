@@ -32,7 +32,7 @@ from gpt2lab.data.manifest import (
     read_manifest,
     shards_folder,
 )
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import open_regular, sha256_of
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -208,10 +208,8 @@ def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
     if "dtype" not in listed:  # .npy, or nanoGPT's .bin in a manifest of an earlier version
         return open_shard(path)
     dtype, offset, tokens = listed["dtype"], listed["offset"], listed["tokens"]
-    try:
+    with system_errors_as(DataError, path, fix="restore the file"):
         size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; restore the file") from error
     if size != listed["bytes"] or size != offset + ID_BYTES[dtype] * tokens:
         raise DataError(
             f"{path}: {size} bytes, {MANIFEST} says {listed['bytes']} with {tokens} tokens; truncated copy?"
@@ -229,14 +227,12 @@ def document_ends(shard: Shard) -> np.ndarray:
     """
     assert shard.index is not None
     path = shard.index.path
-    try:
+    with system_errors_as(DataError, path, fix="restore the file"):
         if sha256_of(path) != shard.index.sha256:
             raise DataError(
                 f"{path}: damaged (its sha256 is not the one in {MANIFEST}); restore the file"
             )
         return read_document_ends(shard.index.layout, path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; restore the file") from error
 
 
 def document_marks(shard: Shard, end_of_text: int | None) -> np.ndarray:

@@ -179,10 +179,8 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
     if out.exists():
         raise ConfigError(f"{out}: exists already; choose another --out")
     try:
-        with open(source, encoding="utf-8-sig") as lines:
+        with system_errors_as(DataError, source), open(source, encoding="utf-8-sig") as lines:
             prompts = [line.removesuffix("\n") for line in lines]
-    except OSError as error:
-        raise DataError(f"{source}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{source}: not UTF-8 text ({error})") from error
     if not prompts:
