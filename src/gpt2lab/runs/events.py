@@ -134,10 +134,8 @@ def encode_line(event: Event) -> bytes:
 
 def _is_as_written(line: bytes) -> bool:
     """Compare a line with its checksum; those of earlier versions have none. No text of an event can hold the key."""
-    line = line.rstrip(b"\n")
-    if line[-20:-10] != CRC:
-        return CRC not in line
-    return line[-10:] == b'%08x"}' % zlib.crc32(line[:-20].lstrip(b"\0"))
+    body, has_checksum, end = line.rpartition(CRC)
+    return not has_checksum or end.rstrip(b"\n") == b'%08x"}' % zlib.crc32(body.lstrip(b"\0"))
 
 
 def parse_line(line: bytes) -> Event:
