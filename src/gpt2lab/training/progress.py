@@ -77,7 +77,6 @@ class Progress:
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._seen = self._stale_from = 0
         self._events: dict[str, list[float]] = {kind: [] for kind in frequencies}
-        self._save_to_stop: float | None = None
         self._inherited: list[float] = []
         self._pace: Interval | None = None
 
@@ -98,13 +97,6 @@ class Progress:
         if kind in self._events:
             self._events[kind].append(seconds)
 
-    def record_save(self, stall: float | None, to_stop: float | None) -> None:
-        """Note what a checkpoint costs: the seconds that training waited, and those that a stop must wait to save."""
-        if stall is not None:
-            self.record_event("checkpoint", stall)
-        if to_stop is not None:
-            self._save_to_stop = to_stop
-
     def pace(self) -> Interval | None:
         """Return the recent mean step, single outliers clipped, with its 80 % interval; None before there is one."""
         if self._seen >= self._stale_from:
@@ -113,14 +105,10 @@ class Progress:
             self._stale_from = self._seen + 1 + len(self._steps) // 50
         return self._pace
 
-    def stop_seconds(self, *, assumed_save: float = 0.0, num_steps: int = 1) -> float:
-        """Return how long a stop may still take: slow steps and the last save, half as much again.
-
-        `assumed_save`: seconds of a save as long as none was measured.
-        """
+    def stop_seconds(self, save: float, *, num_steps: int = 1) -> float:
+        """Return how long a stop may still take: slow steps and a save of so many seconds, half as much again."""
         steps = sorted(itertools.islice(reversed(self._steps), 100))
         step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
-        save = assumed_save if self._save_to_stop is None else self._save_to_stop
         return 1.5 * (num_steps * step + save)
 
     def remaining_interval(self, step: int) -> Interval | None:

@@ -32,9 +32,8 @@ class SavePolicy:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = steps.state.step
-        save_seconds = self.start.last_save_seconds
-        self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
-        self.progress.record_save(None, saver.stop_seconds)
+        if not saver.is_async and self.start.last_save_seconds is not None:
+            self.progress.record_event("checkpoint", self.start.last_save_seconds)
         self.grace, self._told_of_grace = launcher_grace_seconds(os.environ), False
 
     @property
@@ -94,13 +93,13 @@ class SavePolicy:
         self.heartbeat.enter("saving", self.state.step)
         self.logger.show(f"step {self.state.step}/{self.steps.last_step} | saving")
         with self.steps.busy:  # a second thread must not write the same files
-            outcome = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+            stalled = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
-        if outcome.is_saved:
+        if stalled is not None:
             self.saved_step = self.state.step
-            self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
-            if outcome.stop_seconds is not None:  # a save before a stop waits for the writer
-                self.heartbeat.expect("saving", outcome.stop_seconds)
+            self.progress.record_event("checkpoint", stalled)
+            if self.saver.stop_seconds is not None:  # a save before a stop waits for the writer
+                self.heartbeat.expect("saving", self.saver.stop_seconds)
             self.warn_of_grace()
 
     def rescue(self, patience: float = 0.0) -> bool:

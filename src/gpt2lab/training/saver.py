@@ -42,15 +42,6 @@ class _Save:
     stalled: float = 0.0  # seconds that training has waited for the writer process so far
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a save went, equal on all ranks except for the times."""
-
-    is_saved: bool  # or in flight, without an error so far
-    stall_seconds: float  # for which training waited
-    stop_seconds: float | None  # that a stop must allow for its save; None while that is unknown
-
-
 class Saver:
     """Writes the checkpoints of one run."""
 
@@ -71,8 +62,9 @@ class Saver:
         self._writer: Writer | None = None
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
-        # Seconds of a save by the writer; of the last start's until one has ended.
-        self._longest = start.last_save_seconds
+        # Seconds of the longest save by the writer, and of the last one that training waited for to its end; until one
+        # has ended, those of the last start's.
+        self._longest = self._waited = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
         self.signals.is_writing = self.is_writing
 
@@ -94,11 +86,12 @@ class Saver:
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
-    ) -> Outcome:
+    ) -> float | None:
         """Commit a checkpoint of exactly `state.step`, or leave that to the writer process.
 
-        A failed write is a warning, and training continues; where the process is about to end (`must_succeed`) it is
-        an error, and nothing is left in flight.
+        Return the seconds for which training waited; None on all ranks if the write failed. That is a warning, and
+        training continues; where the process is about to end (`must_succeed`) it is an error, and nothing is left in
+        flight.
 
         Raises: SaveError on all ranks.
         """
@@ -119,16 +112,19 @@ class Saver:
             )
         if failure is not None:
             self._warn_of_failure(failure, state.step)
+            return None
         stalled = time.monotonic() - began
-        return Outcome(failure is None, stalled, self.stop_seconds if is_in_flight else stalled)
+        if not is_in_flight:
+            self._waited = stalled
+        return stalled
 
     @property
     def stop_seconds(self) -> float | None:
-        """Seconds that a stop must allow where a writer saves; None while that is unknown, or without a writer.
+        """Seconds that a stop must allow for its save; None while that is unknown.
 
-        It first waits for a save in flight, which may begin at any step, then saves its own step.
+        With a writer it first waits for a save in flight, which may begin at any step, then saves its own step.
         """
-        return 2 * self._longest if self.is_async and self._longest is not None else None
+        return 2 * self._longest if self.is_async and self._longest is not None else self._waited
 
     def _warn_of_failure(self, failure: str, step: int) -> None:
         self.logger.warn(f"{failure}; training continues, the next save is due as planned", step)

@@ -140,7 +140,6 @@ class StepPipeline:
         del self.launched[0]
         self._finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
-        self.progress.record_save(None, self.saver.stop_seconds)  # one may have ended meanwhile
         self.control.margin_seconds = self.stop_seconds(
             assumed_save=self.start.plan.checkpoint_bytes / _SAVE_BYTES_PER_SECOND
         )
@@ -151,9 +150,12 @@ class StepPipeline:
         return spiked
 
     def stop_seconds(self, *, assumed_save: float = 0.0) -> float:
-        """Return how long a stop may still take; it comes a step later where steps are pipelined."""
-        steps = 2 if self.is_pipelined else 1
-        return self.progress.stop_seconds(assumed_save=assumed_save, num_steps=steps)
+        """Return how long a stop may still take; it comes a step later where steps are pipelined.
+
+        `assumed_save`: seconds of a save as long as none was measured.
+        """
+        steps, save = 2 if self.is_pipelined else 1, self.saver.stop_seconds
+        return self.progress.stop_seconds(assumed_save if save is None else save, num_steps=steps)
 
     def has_begun_update(self) -> bool:
         """Tell whether the device may have begun the next update: its numbers, copied before it, have arrived."""

@@ -156,13 +156,12 @@ def test_max_hours_ends_a_start_before_a_slow_step_and_the_save(monkeypatch):
     progress = clock(1.0, ago=0.0).progress
     monkeypatch.setattr(time, "monotonic", lambda: 5000.0)
     assert find_deadlines(None, {}, max_hours=1.0) == {"max_hours": pytest.approx(8600)}
-    assert progress.stop_seconds(assumed_save=4.0) == 6.0
+    assert progress.stop_seconds(4.0) == 6.0
     for _ in range(5):
         progress.record_step(10.0)
-    progress.record_save(1.0, 20.0)  # of 20 s that training did not wait for, a stop must
-    assert progress.stop_seconds(assumed_save=4.0) == 45.0
+    assert progress.stop_seconds(20.0) == 45.0
     near = {"max_hours": 5044.0}
-    assert find_due(near, margin_seconds=progress.stop_seconds()) == "max_hours"
+    assert find_due(near, margin_seconds=progress.stop_seconds(20.0)) == "max_hours"
     assert find_due(near, margin_seconds=10.0) is None
     assert find_deadlines(None, {}) == {}
 

@@ -53,7 +53,7 @@ def test_pace_follows_the_most_recent_steps():
     assert seconds_left(progress, 500) == pytest.approx(500 * 3.0)
     for seconds in range(100):
         progress.record_step(seconds)
-    assert progress.stop_seconds(assumed_save=2.0) == 1.5 * (94 + 2), "slow steps, no outliers"
+    assert progress.stop_seconds(2.0) == 1.5 * (94 + 2), "slow steps, no outliers"
     assert Interval(2.0, 1.0, 4.0).inverse_of(8.0) == Interval(4.0, 2.0, 8.0)
 
 

@@ -397,6 +397,5 @@ def test_a_stop_of_pipelined_steps_is_given_one_step_more():
     progress = Progress(last_step=9, frequencies={"checkpoint": 0})
     for _ in range(5):
         progress.record_step(2.0)
-    progress.record_save(4.0, 4.0)
-    assert progress.stop_seconds() == 1.5 * (2.0 + 4.0)
-    assert progress.stop_seconds(num_steps=2) == 1.5 * (4.0 + 4.0)
+    assert progress.stop_seconds(4.0) == 1.5 * (2.0 + 4.0)
+    assert progress.stop_seconds(4.0, num_steps=2) == 1.5 * (4.0 + 4.0)
