@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class _Save:
     state: TrainState
     kind: str
     labels: list[str]
-    began: float
+    began: float = field(default_factory=time.monotonic)
     stalled: float = 0.0  # seconds that training has waited for the writer process so far
 
 
@@ -97,7 +97,7 @@ class Saver:
         """
         began = time.monotonic()
         self.settle()  # the save before; its buffer is used again
-        save = _Save(state, kind, labels, began=time.monotonic())
+        save = _Save(state, kind, labels)
         rng_states = self.runtime.gather(rng.capture(self.runtime.device))
         content = self._collect(state.step)
 
@@ -232,7 +232,8 @@ class Saver:
         death. `has_moved` tells, once the weights are copied, whether the device may have begun to change them.
         """
         opened: RunFolder | None = None
-        began, label = time.monotonic(), f"emergency_{state.step:08d}"
+        label = f"emergency_{state.step:08d}"
+        save = _Save(state, "emergency", [label])
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
             folder.check_lock()
@@ -253,7 +254,6 @@ class Saver:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
-            save = _Save(state, "emergency", [label], began)
             states = [rng.capture(self.runtime.device)]
             store.save(self.run_dir, self._draft(save, content, states))
             catalog.set_label(folder.path, label, state.step)
@@ -263,8 +263,8 @@ class Saver:
             if opened:
                 opened.close()
         with suppress(OSError, GPT2LabError):  # the checkpoint is complete without its event
-            seconds = time.monotonic() - began
-            self._report(state, "emergency", [label], seconds, seconds)
+            seconds = time.monotonic() - save.began
+            self._report(save, seconds, seconds)
         return True
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
@@ -273,7 +273,7 @@ class Saver:
             return  # of a branch: the checkpoint is another run's
         self.label(state.step, labels)
         if self.folder is not None and self.resumed_kind is not None and not is_recorded:
-            self._report(state, self.resumed_kind, labels)
+            self._report(_Save(state, self.resumed_kind, labels))
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning: the checkpoint is complete without them."""
@@ -353,7 +353,7 @@ class Saver:
         faultpoint("checkpoint.after_label", state.step)
         seconds = (ended or time.monotonic()) - save.began
         stalled = min(save.stalled, seconds) if ended else seconds
-        self._report(state, save.kind, labels, seconds, stalled)
+        self._report(save, seconds, stalled)
         try:
             # Asked twice: the disk can be tidied by the next start.
             if error is None and self.signals.level < 2:
@@ -395,21 +395,17 @@ class Saver:
         return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
 
     def _report(
-        self,
-        state: TrainState,
-        kind: str,
-        labels: list[str],
-        seconds: float | None = None,
-        stalled: float | None = None,
+        self, save: _Save, seconds: float | None = None, stalled: float | None = None
     ) -> None:
         """Write the event of a checkpoint, and show it unless an earlier start has, which measured its `seconds`."""
-        path = self.run_dir / folder_name(state.step)
+        step, labels = save.state.step, save.labels
+        path = self.run_dir / folder_name(step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         self.logger.event(
             "checkpoint",
-            state.step,
+            step,
             path=str(path),
-            kind=kind,
+            kind=save.kind,
             labels=labels,
             bytes=num_bytes,
             seconds=seconds,
@@ -420,7 +416,7 @@ class Saver:
         named = f" ({', '.join(labels)})" if labels else ""
         waited = f", training waited {stalled:.1f} s" if stalled < seconds else ""
         self.logger.say(
-            f"step {state.step} | saved {kind} checkpoint{named}: {folder_name(state.step)}, "
+            f"step {step} | saved {save.kind} checkpoint{named}: {path.name}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s{waited}"
         )
 
