@@ -49,7 +49,7 @@ class SavePolicy:
         reasons = {
             "final": step == last,
             "rolling": is_due(step, freq, last) or is_planned_stop,
-            "epoch": self.epochs_completed(self.state.samples) is not None,
+            "epoch": self.start.epochs_completed(self.state.samples) is not None,
             "best": self.state.best_step == step,
         }
         kinds = [kind for kind, applies in reasons.items() if applies]
@@ -58,7 +58,7 @@ class SavePolicy:
 
     def labels(self) -> list[str]:
         """Return the labels of a checkpoint of the step just done."""
-        epochs = self.epochs_completed(self.state.samples)
+        epochs = self.start.epochs_completed(self.state.samples)
         labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
         return labels + (["best"] if self.state.best_step == self.state.step else [])
 
@@ -72,15 +72,6 @@ class SavePolicy:
         is_end = kind == "emergency"
         labels = [f"emergency_{self.state.step:08d}"] if is_end else []
         self.save(kind, labels, must_succeed=is_end)
-
-    def epochs_completed(self, samples: int) -> int | None:
-        """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
-        if not self.start.plan.keeps_epochs or samples == 0:
-            return None
-        order = self.loader.order
-        before = order.epoch_of(samples - self.start.plan.batch.samples)
-        now = order.epoch_of(samples)
-        return now if now > before else None
 
     def save(self, kind: str, labels: list[str], *, must_succeed: bool) -> None:
         """Save this step, and record how long it took.

@@ -78,6 +78,13 @@ class Start:
         first = 0 if "data" in self.changes else manifest.get("samples", done * per_step)
         return first + (self.plan.max_steps - done) * per_step
 
+    def epochs_completed(self, samples: int) -> int | None:
+        """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
+        if not self.plan.keeps_epochs or samples == 0:
+            return None
+        before, now = map(self.order.epoch_of, (samples - self.plan.batch.samples, samples))
+        return now if now > before else None
+
     def epochs_by_source(self) -> dict[str, float]:
         """Return the passes over each source of a mixture in the full run; {} of a single folder."""
         samples = self.last_sample()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.store import NOT_FINITE, OVERFLOW, TrainState
-from gpt2lab.config.derived import is_due
+from gpt2lab.config.derived import frequencies, is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
@@ -85,23 +85,16 @@ class StepPipeline:
         self.launched.append(LaunchedStep(number, batch, lr, stats, began))
         self.busy.release()
 
-    def can_launch_next(self, epochs_completed: Callable[[int], int | None]) -> bool:
-        """Tell whether the next step is launched before the first one is read: nothing is due between them.
-
-        `epochs_completed`: by the step up to so many samples, if a checkpoint is kept of that.
-        """
+    def can_launch_next(self) -> bool:
+        """Tell whether the next step is launched before the first one is read: nothing is due between them."""
         step, first = self.launched[0], self.first_step + 1  # which compiles, and is announced so
         if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:
             return False
-        config = self.config
-        freqs = (
-            *(config.eval.eval_freq, config.eval.hellaswag_freq, config.eval.sample_freq),
-            *(config.checkpoint.checkpoint_freq, config.system.drift_check_freq),
-        )
+        freqs = (*frequencies(self.config).values(), self.config.system.drift_check_freq)
         return not (
             any(is_due(step.number, freq, self.last_step) for freq in freqs)
             or step.number in (self.last_step, self.start.stop_after_steps)
-            or epochs_completed(step.batch.first_sample + step.batch.samples) is not None
+            or self.start.epochs_completed(step.batch.first_sample + step.batch.samples) is not None
         )
 
     def finish(self) -> bool:

@@ -104,7 +104,7 @@ class Trainer:
                 steps.launch(batch)
                 if len(steps.launched) > 1:
                     steps.finish()  # the step before, while the device computes this one
-                if steps.can_launch_next(self.saves.epochs_completed):
+                if steps.can_launch_next():
                     continue
                 if not steps.finish():
                     self.saves.saved_step = self.state.step
