@@ -16,7 +16,6 @@ import launch
 from gpt2lab.checkpoint import store
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig, Optimizer, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -350,7 +349,6 @@ def test_a_validation_needs_less_memory_than_a_compiled_step(alone, tmp_path):
     optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
     validation = open_validation(
         data,
-        validation_orders(data, context_length=T),
         config,
         val_tokens=40 * T,
         batch_size=B,

@@ -115,7 +115,7 @@ def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
     Raises: ConfigError, DataError: also for data of another tokenizer than the weights'.
     """
     from gpt2lab.config.mixture import read_sources
-    from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
+    from gpt2lab.data.mixture import open_sources, require_folders
     from gpt2lab.data.shards import open_data
     from gpt2lab.evaluation.validation import open_validation
     from gpt2lab.tokenizers.opening import require_same
@@ -132,7 +132,6 @@ def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
         require_same(target.tokenizer(), data.tokenizer, model=name, data=folder)
     return data, open_validation(
         data,
-        validation_orders(data, context_length=shape.context_length),
         shape,
         val_tokens=subject.val_tokens,
         batch_size=request.batch_size,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.data.mixture import PATTERN, MixedData
+from gpt2lab.data.mixture import PATTERN, MixedData, validation_orders
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, document_marks
 from gpt2lab.data.windows import WindowReader
@@ -203,7 +203,6 @@ class Validation:
 
 def open_validation(
     data: TokenData,
-    orders: Sequence[Order],
     model: ModelConfig,
     *,
     val_tokens: int,
@@ -213,11 +212,10 @@ def open_validation(
 ) -> MeasuresLoss:
     """Return the validation loss of a folder, or of a mixture whose sources share `val_tokens` equally.
 
-    `orders`: of each source's validation windows.
-
     Raises: DataError.
     """
     sources = data.by_source()
+    orders = validation_orders(data, context_length=model.context_length)
     validations = [
         Validation(
             order,

@@ -227,7 +227,6 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
     config, began = start.config, time.monotonic()
     validation = open_validation(
         start.data,
-        start.val_orders,
         config.model,
         val_tokens=config.eval.val_tokens,
         batch_size=start.plan.batch.micro_batch,

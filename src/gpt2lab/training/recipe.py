@@ -114,7 +114,6 @@ class Pretraining:
             Loader(start.order, train, start.plan.batch, rank=rank, device=device),
             validation=lambda strategy: open_validation(
                 start.data,
-                start.val_orders,
                 config.model,
                 val_tokens=config.eval.val_tokens,
                 batch_size=start.plan.batch.micro_batch,

@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 from benchmarks.live_bytes import peak_of_call, peak_of_step
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -52,7 +51,6 @@ def open_windows(folder: Path, strategy: Strategy, runtime: Runtime) -> Measures
     data = open_data(folder, vocab_size=50304)
     return open_validation(
         data,
-        validation_orders(data, context_length=T),
         CONFIG,
         val_tokens=13 * T,
         batch_size=B,
