@@ -288,23 +288,21 @@ def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
             )
 
 
-def training_order(
-    data: TokenData, *, context_length: int, shuffle: Shuffle, seed: int, version: int = VERSION
-) -> Order | Mixture:
-    """Return the order of the training samples. Each source of a mixture shuffles with its own seed.
+def training_order(data: TokenData, config: Config, *, version: int = VERSION) -> Order | Mixture:
+    """Return the order of a run's training samples. Each source of a mixture shuffles with its own seed.
 
     Raises: DataError if a shard is too short.
     """
-    parts = data.by_source()
+    parts, T, seed = data.by_source(), config.model.context_length, config.data.seed
     seeds = [seed] if len(parts) == 1 else [_seed_of(seed, number) for number in range(len(parts))]
     orders = [
-        _order(part, "train", context_length, shuffle=shuffle, seed=own, version=version)
+        _order(part, "train", T, shuffle=config.data.shuffle, seed=own, version=version)
         for part, own in zip(parts, seeds, strict=True)
     ]
     if not isinstance(data, MixedData):
         return orders[0]
     # A phase begins with the first window that has all its targets past the given token.
-    phases = [(-(-tokens // context_length), counts) for tokens, counts in data.places()]
+    phases = [(-(-tokens // T), counts) for tokens, counts in data.places()]
     return Mixture(orders, phases, names=data.names)
 
 

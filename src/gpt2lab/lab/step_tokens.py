@@ -108,20 +108,13 @@ def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
         raise ConfigError(
             f"{run_dir}: metrics.jsonl does not record how start {event['attempt']} began"
         )
-    context_length = config.model.context_length
-    samples = begin["tokens_per_step"] // context_length
+    samples = begin["tokens_per_step"] // config.model.context_length
     tokenizer = history.read_tokenizer(run_dir)
     data = run.recipe.open_data(with_data_at(config, run.data_dir), tokenizer)
     recorded = run.record(event["attempt"]).get("data_fingerprint")
     if run.data_dir and recorded is not None:
         require_same_data(data, recorded, words=run.data_dir, run=run_dir.name)
-    order = training_order(
-        data,
-        context_length=context_length,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-        version=begin.get("order_version", 1),
-    )
+    order = training_order(data, config, version=begin.get("order_version", 1))
     first = event["first_sample"]
     numbers = np.arange(first, first + samples)
     chosen, offsets = order.locate(numbers)

@@ -303,10 +303,7 @@ class Predictor:
         fingerprint: str | None = None
         if request.data_dir:
             data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
-            T, fingerprint = config.model.context_length, data.fingerprint
-            order = training_order(
-                data, context_length=T, shuffle=config.data.shuffle, seed=config.data.seed
-            )
+            order, fingerprint = training_order(data, config), data.fingerprint
         config, steps, unique, dataset = self._length_of(config, order)
         config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
         auto_dtype = self.gpu.dtype if self.gpu else self.detected.auto_dtype

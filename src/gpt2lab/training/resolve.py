@@ -240,13 +240,7 @@ def plan_steps(
         raise CheckpointError(
             f"{settings.run_dir}: its samples are in an order of version {version}, this program knows {VERSION}"
         )
-    order = training_order(
-        data,
-        context_length=config.model.context_length,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-        version=version,
-    )
+    order = training_order(data, config, version=version)
     if checkpoint is None:
         config = _suit_length(request, config, order, world_size)
     suits_length = config is not settings.config

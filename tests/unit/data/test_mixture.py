@@ -9,7 +9,8 @@ import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.mixture import read_sources
-from gpt2lab.config.schema import DataConfig
+from gpt2lab.config.schema import Config, DataConfig
+from gpt2lab.config.settings import override
 from gpt2lab.data import mixture as mixing
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.mixture import PATTERN, Mixture, build_pattern, count_places, training_order
@@ -31,6 +32,11 @@ WEIGHTS = {
     "one alone": (0, 3, 0),
 }
 SIZES = ((1003, 777, 1290), (400,), (900, 250))  # tokens of the training shards of three sources
+
+
+def order_of(data: TokenData, shuffle: str) -> Order | Mixture:
+    settings = {"context_length": T, "shuffle": shuffle, "seed": 7}
+    return training_order(data, override(Config(), settings))
 
 
 def orders(*, shuffle: str = "windows") -> list[Order]:
@@ -142,7 +148,7 @@ def test_epochs_are_counted_for_each_source():
 
 def test_one_folder_is_no_mixture(folders):
     data = opened(folders["a"])
-    order = training_order(data, context_length=T, shuffle="shards", seed=7)
+    order = order_of(data, "shards")
     plain = Order([500, 700, 600, 800], context_length=T, shuffle="shards", seed=7)
     assert type(data) is TokenData
     assert isinstance(order, Order)
@@ -153,7 +159,7 @@ def test_one_folder_is_no_mixture(folders):
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
 def test_sources_of_one_size_shuffle_differently(folders, shuffle):
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
-    order = training_order(data, context_length=T, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
+    order = order_of(data, shuffle)
     assert isinstance(order, Mixture)
     a, b = order.orders
     second = np.arange(a.windows_per_epoch, 2 * a.windows_per_epoch)
@@ -163,7 +169,7 @@ def test_sources_of_one_size_shuffle_differently(folders, shuffle):
 def test_the_shards_of_all_sources_are_in_one_row(folders):
     data = opened(f"{folders['b']}:1", f"{folders['a']}:3")
     assert [s.path.parent.name for s in data.splits["train"]] == ["b"] * 4 + ["a"] * 4
-    order = training_order(data, context_length=T, shuffle="none", seed=7)
+    order = order_of(data, "none")
     assert isinstance(order, Mixture)
     samples = np.arange(500)
     names = [data.splits["train"][shard].path.parent.name for shard in order.locate(samples)[0]]
@@ -191,7 +197,7 @@ def test_weights_change_at_the_first_window_past_the_token(folders):
     words = (f"{folders['a']}:1", f"{folders['b']}:0")
     for tokens, first in ((160, 10), (161, 11), (176, 11)):
         data = opened(*words, at=(f"{tokens}:0,1",))
-        order = training_order(data, context_length=T, shuffle="none", seed=7)
+        order = order_of(data, "none")
         assert isinstance(order, Mixture)
         sources, numbers = order.divide(np.arange(20))
         assert sources.tolist() == [0] * first + [1] * (20 - first)
@@ -221,7 +227,7 @@ def test_a_short_shard_is_named_with_its_folder(folders):
     write_shards(folders["b"], train=(500, 9), val=(300,))
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
     with pytest.raises(DataError, match=r"/b, train shard 1: 9 tokens hold no window"):
-        training_order(data, context_length=T, shuffle="none", seed=7)
+        order_of(data, "none")
 
 
 def test_other_tokenizers_do_not_mix(folders, tmp_path):
