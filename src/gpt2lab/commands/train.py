@@ -96,12 +96,12 @@ def run(
         if planner.measures(request):  # which needs torch
             resolve(request, recipe, world_size=1, set_aside=False, planner=planner)
         else:
+            planner.memory = [None]
             start = resolve_to_train(
                 request,
                 recipe,
                 world_size=1,
                 planner=planner,
-                memory=[None],
                 extensions=Extensions(surroundings, warn=print),
             )
             require_gpu(start.config.system.device)

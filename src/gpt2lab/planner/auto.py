@@ -53,6 +53,7 @@ class TrainingPlanner:
     def __init__(self, *, preset: str | None = None, fits_schedule: bool = False) -> None:
         """`preset`: cards by name, such as 8xh100; `fits_schedule`: choose the steps that end within --max_hours."""
         self._preset, self._fits_schedule = preset, fits_schedule
+        self.memory: Sequence[float | None] | None = None
 
     def measures(self, request: RunRequest) -> bool:
         """Tell whether a micro-batch is searched by running steps."""
@@ -64,14 +65,7 @@ class TrainingPlanner:
         return detect_hardware(device=system.device).free_memory(ranks)
 
     def choose(
-        self,
-        request: RunRequest,
-        config: Config,
-        plan: Plan,
-        *,
-        run_dir: Path,
-        train_tokens: int,
-        memory: Sequence[float | None] | None,
+        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path, train_tokens: int
     ) -> dict[str, Any]:
         """Return the settings that are decided here, by their flags; see `extension.Planner`.
 
@@ -87,7 +81,7 @@ class TrainingPlanner:
                 compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
             )
             chosen |= preset_settings(self._preset, job, typed=request.chosen)
-        if memory is None:
+        if self.memory is None:
             return chosen
         if self.measures(request) or self._fits_schedule:
             detected = detect_hardware(device=config.system.device)
@@ -96,7 +90,7 @@ class TrainingPlanner:
                 found = measuring.find_batch_size(
                     here,
                     run_dir.parent,
-                    memory_bytes=min((some for some in memory if some is not None), default=None),
+                    memory_bytes=min((m for m in self.memory if m is not None), default=None),
                     on_gpu=not detected.is_cpu,
                 )
                 chosen["mini_batch_size"] = found["mini_batch_size"]

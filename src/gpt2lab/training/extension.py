@@ -126,22 +126,15 @@ class Extensions:
 class Planner(Protocol):
     """What the planner answers while a start is resolved; without one, settings are used as they are."""
 
+    memory: Sequence[float | None] | None  # `free_memory` of every rank; None: nothing is measured
+
     def free_memory(self, system: SystemConfig) -> float | None:
         """Return the bytes that this rank could use, None where unknown."""
 
     def choose(
-        self,
-        request: RunRequest,
-        config: Config,
-        plan: Plan,
-        *,
-        run_dir: Path,
-        train_tokens: int,
-        memory: Sequence[float | None] | None,
+        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path, train_tokens: int
     ) -> dict[str, Any]:
-        """Return the settings that the planner decides, by their flags.
-
-        `memory`: `free_memory` of every rank; None: nothing is measured, and only what needs no measurement is decided.
+        """Return the settings that the planner decides, by their flags; without `memory` nothing is measured for them.
 
         Raises: ConfigError if the machine, or the card that was asked for, cannot do it.
         """

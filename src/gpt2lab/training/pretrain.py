@@ -150,13 +150,14 @@ def _resolve(
     memory = runtime.gather(
         planner.free_memory(request.config.system) if planner and measures else None
     )
+    if planner is not None:
+        planner.memory = memory
     return runtime.on_rank_zero(
         lambda: resolve_to_train(
             request,
             recipe,
             world_size=runtime.world_size,
             planner=planner,
-            memory=memory,
             extensions=extensions,
         )
     )

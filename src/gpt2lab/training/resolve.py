@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,20 +64,15 @@ def resolve(
     world_size: int,
     set_aside: bool,
     planner: Planner | None = None,
-    memory: Sequence[float | None] | None = None,
 ) -> Start:
-    """Combine a request with what is on disk.
-
-    `planner` decides what the request leaves open; `memory`: free bytes on each rank, None: nothing is measured.
+    """Combine a request with what is on disk; `planner` decides what the request leaves open.
 
     Raises: ConfigError, DataError or CheckpointError: everything that can be rejected is rejected here, before
     anything is written.
     """
     place = locate(request, set_aside=set_aside)
     settings = merge_settings(request, recipe, place, world_size=world_size)
-    steps = plan_steps(
-        request, recipe, place, settings, world_size=world_size, planner=planner, memory=memory
-    )
+    steps = plan_steps(request, recipe, place, settings, world_size=world_size, planner=planner)
     return check_start(request, place, settings, steps)
 
 
@@ -88,7 +82,6 @@ def resolve_to_train(
     *,
     world_size: int,
     planner: Planner | None = None,
-    memory: Sequence[float | None] | None = None,
     extensions: Extensions | None = None,
 ) -> Start:
     """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
@@ -97,9 +90,7 @@ def resolve_to_train(
     """
     if extensions is not None:
         extensions.requested(request)
-    start = resolve(
-        request, recipe, world_size=world_size, set_aside=True, planner=planner, memory=memory
-    )
+    start = resolve(request, recipe, world_size=world_size, set_aside=True, planner=planner)
     return with_hellaswag(start)
 
 
@@ -227,7 +218,6 @@ def plan_steps(
     *,
     world_size: int,
     planner: Planner | None,
-    memory: Sequence[float | None] | None,
 ) -> Steps:
     """Open the data, divide a step over the ranks and count the steps; fill in what follows from that.
 
@@ -263,7 +253,6 @@ def plan_steps(
             plan,
             run_dir=settings.run_dir,
             train_tokens=data.tokens("train"),
-            memory=memory,
         )
         if decided:
             lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}

@@ -116,8 +116,8 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
 
     def choose(request: RunRequest, memory: list[float | None]) -> dict[str, Any]:
         planner, plan, folder = TrainingPlanner(), start.plan, start.run_dir
-        how = {"run_dir": folder, "train_tokens": 1, "memory": memory}
-        return planner.choose(request, start.config, plan, **how)
+        planner.memory = memory
+        return planner.choose(request, start.config, plan, run_dir=folder, train_tokens=1)
 
     assert choose(command, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
     assert offered == [2e9]
