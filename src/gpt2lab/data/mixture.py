@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from gpt2lab.config.mixture import DataSources, Phase, normal_words, read_source
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.manifest import fingerprint_of
-from gpt2lab.data.order import VERSION, Order, Shuffle
+from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.errors import ConfigError, DataError
 
@@ -295,9 +296,9 @@ def training_order(data: TokenData, config: Config, *, version: int = VERSION) -
     """
     parts, T, seed = data.by_source(), config.model.context_length, config.data.seed
     seeds = [seed] if len(parts) == 1 else [_seed_of(seed, number) for number in range(len(parts))]
+    how = {"context_length": T, "shuffle": config.data.shuffle, "version": version}
     orders = [
-        _order(part, "train", T, shuffle=config.data.shuffle, seed=own, version=version)
-        for part, own in zip(parts, seeds, strict=True)
+        _order(part, "train", **how, seed=own) for part, own in zip(parts, seeds, strict=True)
     ]
     if not isinstance(data, MixedData):
         return orders[0]
@@ -311,26 +312,13 @@ def validation_orders(data: TokenData, *, context_length: int) -> tuple[Order, .
 
     Raises: DataError if a shard is too short.
     """
-    return tuple(_order(p, "val", context_length, shuffle="none", seed=0) for p in data.by_source())
+    how = {"context_length": context_length, "shuffle": "none", "seed": 0}
+    return tuple(_order(part, "val", **how) for part in data.by_source())
 
 
-def _order(
-    data: TokenData,
-    split: str,
-    context_length: int,
-    *,
-    shuffle: Shuffle,
-    seed: int,
-    version: int = VERSION,
-) -> Order:
+def _order(data: TokenData, split: str, **how: Any) -> Order:
     try:
-        return Order(
-            [shard.tokens for shard in data.splits[split]],
-            context_length=context_length,
-            shuffle=shuffle,
-            seed=seed,
-            version=version,
-        )
+        return Order([shard.tokens for shard in data.splits[split]], **how)
     except DataError as error:
         raise DataError(
             f"{data.folder}, {split} {error}; use longer shards or a smaller --context_length"
