@@ -196,14 +196,13 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     if actions.fit_schedule:
         left_open.add("max_steps")
     request = make_request(
-        values,
-        file=file,
-        recipe=recipe,
-        resume=actions.resume,
-        allow_change=actions.allow_change,
+        values, file=file, recipe=recipe, resume=actions.resume, allow_change=actions.allow_change
+    )
+    request = replace(
+        request,
         stop_after_steps=actions.stop_after_steps,
         stop_at=actions.stop_at,
-        open_settings=left_open,
+        open_settings=frozenset(left_open),
         timeout_minutes=actions.pg_timeout_minutes,
     )
     return TrainArguments(actions, as_branch(request, actions.branch_from, actions.cooldown))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,6 @@ def make_request(
     recipe: RecipeName = "pretrain",
     resume: str | None = None,
     allow_change: str | None = None,
-    stop_after_steps: int | None = None,
-    stop_at: str | None = None,
-    open_settings: Iterable[str] = (),
-    timeout_minutes: float = 60.0,
 ) -> RunRequest:
     """Return the request for given settings: typed ones override the file, the file overrides the preset.
 
@@ -70,10 +66,6 @@ def make_request(
         recipe=recipe,
         resume=resume,
         allowed_changes=frozenset(allowed),
-        stop_after_steps=stop_after_steps,
-        stop_at=stop_at,
-        open_settings=frozenset(open_settings),
-        timeout_minutes=timeout_minutes,
     )
 
 
