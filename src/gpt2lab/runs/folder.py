@@ -160,19 +160,16 @@ class RunFolder:
         torchrun reports 1 for every stop by signal; this file has the trainer's own exit code. A start that was
         killed leaves `running` with the id of the dead process.
         """
+        self._status = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         infos, _ = catalog.list_checkpoints(self.path)
         status = {
-            "state": state,
-            "step": step,
-            "reason": reason,
-            "exit_code": exit_code,
+            **self._status,
             "checkpoint": str(infos[-1].path) if infos else None,
             **self.facts,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "time": time.time(),
         }
-        self._status = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         replace_durably(self.path / "status.json", json.dumps(status, indent=1) + "\n")
 
     def add_to_status(self, **facts: Any) -> None:
