@@ -142,13 +142,10 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         raise DataError(
             f"{folder}: preparation is not finished; repeat its command, it continues where it stopped"
         )
-    if manifest is None:
-        names = {split: names_on_disk(folder, split) for split in SPLITS}
-    else:
-        files = manifest["files"]
-        names = {split: [f["name"] for f in files if f["split"] == split] for split in SPLITS}
+    files: list[dict[str, Any]] = [] if manifest is None else manifest["files"]
+    listed = {split: [file for file in files if file["split"] == split] for split in SPLITS}
     for split in SPLITS:
-        if not names[split]:
+        if not (listed[split] or (manifest is None and names_on_disk(folder, split))):
             if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
                 prepare = "token files of another program? gpt2lab data import reads them in place"
             raise no_shards(folder, f"no {split} shards (NAME_{split}_000000.npy)", prepare)
@@ -158,18 +155,17 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     check_ids = functools.partial(_check_ids, limit=min(rows, size), size=size)
     if manifest is None:
         splits = {
-            split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS
+            split: tuple(open_shard(folder / name) for name in names_on_disk(folder, split))
+            for split in SPLITS
         }
         facts = {s: [(d.path.name, d.tokens, d.dtype) for d in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
         return TokenData(
             folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, check_ids))
         )
-    listed = {file["name"]: file for file in files}
     place = shards_folder(folder, manifest)
     splits = {
-        split: tuple(_compare(place, listed[name], check_ids) for name in names[split])
-        for split in SPLITS
+        split: tuple(_compare(place, file, check_ids) for file in listed[split]) for split in SPLITS
     }
     if strays := find_strays(folder, manifest):
         raise DataError(
