@@ -49,9 +49,7 @@ class Plan:
         return f"{each} each, at most {self.retained_checkpoints} at once = {total} of disk"
 
 
-def make_plan(
-    config: Config, *, world_size: int, windows_per_epoch: int, suits_length: bool = False
-) -> Plan:
+def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Plan:
     """Derive every number of a run.
 
     Raises: ConfigError if the batch does not divide or the run has no step.
@@ -77,7 +75,6 @@ def make_plan(
         checkpoint_bytes=checkpoint_bytes(config),
         retained_checkpoints=rolling + ends + 3,  # best, the one before, the one being written
         keeps_epochs=keeps_epochs,
-        suits_length=suits_length,
     )
 
 

@@ -7,6 +7,7 @@ Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -236,14 +237,8 @@ def plan_steps(
     suits_length = config is not settings.config
     config, notes = _fit_mini_batch(request, config, world_size)
 
-    def plan_of(config: Config) -> Plan:
-        return make_plan(
-            config,
-            world_size=world_size,
-            windows_per_epoch=order.windows_per_epoch,
-            suits_length=suits_length,
-        )
-
+    windows = order.windows_per_epoch
+    plan_of = functools.partial(make_plan, world_size=world_size, windows_per_epoch=windows)
     plan, done = plan_of(config), checkpoint.step if checkpoint else None
     if planner is not None and (done is None or done < plan.max_steps):
         left_open = request.open_settings if done is None else frozenset()
@@ -258,6 +253,7 @@ def plan_steps(
             lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}
             fitted, config = config.batch, override(config, lengths | decided)
             plan, notes = plan_of(config), notes if config.batch == fitted else ()
+    plan = dataclasses.replace(plan, suits_length=suits_length)
     return Steps(fill_in(config, plan.max_steps), plan, data, order, notes)
 
 
