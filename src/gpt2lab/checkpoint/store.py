@@ -262,11 +262,11 @@ def save(run_dir: Path, drafted: manifests.Draft) -> Path:
 
 def draft(
     run_dir: Path,
-    *,
     kind: str,
     content: Content,
     state: TrainState,
     rng_states: list[dict[str, Any]],
+    *,
     facts: dict[str, Any],
     files: Mapping[str, bytes] | None = None,
 ) -> manifests.Draft:

@@ -6,6 +6,7 @@ for a copy in memory. At most one save is in flight, and what reads, labels or r
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 import time
@@ -51,8 +52,10 @@ class Saver:
         self.folder, self.logger = session.folder, session.logger
         self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
-        self.runtime, self.facts = components.runtime, components.facts
-        self.tokenizer_files = start.tokenizer_files
+        self.runtime = components.runtime
+        self._draft = functools.partial(
+            store.draft, start.run_dir, facts=components.facts, files=start.tokenizer_files
+        )
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
         wanted = self.config.async_checkpoint
@@ -255,7 +258,7 @@ class Saver:
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
             states = [rng.capture(self.runtime.device)]
-            store.save(self.run_dir, self._draft(save, content, states))
+            store.save(self.run_dir, self._draft(save.kind, content, state, states))
             catalog.set_label(folder.path, label, state.step)
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
@@ -325,7 +328,7 @@ class Saver:
             return f"checkpoint of step {state.step} not saved: {problem}"
         error: OSError | None = None
         try:
-            draft = self._draft(save, content, rng_states)
+            draft = self._draft(save.kind, content, state, rng_states)
             if self._buffer is not None and not must_succeed and self._leave(save, draft):
                 return None
             with self.signals.committing():
@@ -362,19 +365,6 @@ class Saver:
         except (OSError, CheckpointError) as error:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
-
-    def _draft(
-        self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]
-    ) -> Draft:
-        return store.draft(
-            self.run_dir,
-            kind=save.kind,
-            content=content,
-            state=save.state,
-            rng_states=rng_states,
-            facts=self.facts,
-            files=self.tokenizer_files,
-        )
 
     def _retain(self, keep: int, keep_emergency: int) -> None:
         catalog.retain(
