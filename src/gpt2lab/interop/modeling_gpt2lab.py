@@ -17,25 +17,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .configuration_gpt2lab import GPT2LabConfig
 
 
-class GPT2LabRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), times a gain if there is one, in fp32; the result has the dtype of x."""
-
-    def __init__(self, width: int, eps: float, *, has_gain: bool = True) -> None:
-        super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(width)) if has_gain else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., width) to the same shape."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y if self.weight is None else y * self.weight.float()).type_as(x)
-
-
 def build_norm(config: GPT2LabConfig) -> nn.Module:
     """Return a norm of the residual stream."""
-    if config.norm == "rmsnorm":
-        return GPT2LabRMSNorm(config.n_embd, config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps)
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.n_embd, eps=config.norm_eps)
 
 
 def rotary_angles(position_ids: Tensor, config: GPT2LabConfig) -> tuple[Tensor, Tensor]:
@@ -85,8 +70,8 @@ class GPT2LabAttention(nn.Module):
         self.scale, self.qk_norm = config.attention_scale, config.qk_norm
         if self.qk_norm != "none":
             width, has_gain = config.n_embd // config.n_head, self.qk_norm == "rmsnorm"
-            self.q_norm = GPT2LabRMSNorm(width, config.norm_eps, has_gain=has_gain)
-            self.k_norm = GPT2LabRMSNorm(width, config.norm_eps, has_gain=has_gain)
+            self.q_norm = nn.RMSNorm(width, eps=config.norm_eps, elementwise_affine=has_gain)
+            self.k_norm = nn.RMSNorm(width, eps=config.norm_eps, elementwise_affine=has_gain)
 
     def forward(
         self,
@@ -162,6 +147,7 @@ class GPT2LabPreTrainedModel(PreTrainedModel):
 
     config_class = GPT2LabConfig
     base_model_prefix = "model"
+    _input_embed_layer = "wte"
     _no_split_modules = ["GPT2LabBlock"]  # noqa: RUF012 (transformers declares a list)
     _skip_keys_device_placement = "past_key_values"
     _supports_sdpa = True
@@ -180,14 +166,6 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         self.blocks = nn.ModuleList(GPT2LabBlock(config, i) for i in range(config.n_layer))
         self.ln_f = build_norm(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.wte
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding."""
-        self.wte = value
 
     def forward(
         self,
