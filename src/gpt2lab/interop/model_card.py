@@ -15,44 +15,14 @@ from gpt2lab.runs import history
 from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.opening import why_no_text
 
-_CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- gpt2
-- gpt2lab
----
-
-# {title}
-
-{model}, exported by gpt2lab {version} from {source}.
-
-| | |
-| --- | --- |
-{rows}
-
-Weights are {dtype}, the head is the token embedding, and there are no padding rows. When this folder was written,
-transformers' logits were compared with gpt2lab's own: largest difference {max_abs_diff:.1e} of logits up to
-{max_abs_logit:.1f} (fp32{rounded}).
-{own_code}
-```python
-from transformers import {classes}
-
-model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hub"{trust}){tokenizer}
-```
-"""
-
-_OWN_CODE = """
-transformers has no class for this model. With `trust_remote_code=True` it runs `modeling_gpt2lab.py` and
-`configuration_gpt2lab.py` of this folder. These need transformers 5 and torch, not gpt2lab.
-"""
+_TEMPLATE = Path(__file__).with_suffix(".jinja")
 
 
 def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     """Write README.md into `folder` with the numbers of the export; one that the run does not have is left out."""
-    shape = target.model_config()
-    options = options_of(shape)
-    trust = ", trust_remote_code=True" if options else ""
+    import jinja2
+
+    shape, tokenizer = target.model_config(), target.tokenizer()
     rows = {
         "parameters": f"{numbers['parameters']:,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
@@ -63,28 +33,22 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
         manifest = target.checkpoint.manifest
         source = f"step {manifest['step']:,} of the run {_quoted(target.folder.parent.name)}"
         rows |= _trained_on(target.checkpoint) | _measured(target) | _forecast(target.folder.parent)
-    tokenizer = target.tokenizer()
     problem = why_no_text(tokenizer, shape.vocab_size)
-    has_text = tokenizer is not None and problem is None
-    rows["tokenizer"] = tokenizer.describe() if tokenizer and has_text else f"none: {problem}"
-    card = _CARD.format(
+    rows["tokenizer"] = f"none: {problem}" if tokenizer is None or problem else tokenizer.describe()
+    template = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).from_string(_TEMPLATE.read_text())
+    card = template.render(
         **numbers,
         title=Path(numbers["out"]).name,
         version=__version__,
         source=source,
-        model=f"GPT-2 with {options}" if options else "GPT-2",
-        own_code=_OWN_CODE if options else "",
-        trust=trust,
-        rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
-        rounded="" if numbers["dtype"] == "float32" else ", of the weights rounded to bfloat16",
-        classes="AutoModelForCausalLM" + (", AutoTokenizer" if has_text else ""),
-        tokenizer=(
-            f'\ntokenizer = AutoTokenizer.from_pretrained("the same"{trust})'
-            '\nids = tokenizer("Once upon a time", return_tensors="pt")'
-            "\nprint(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))"
-            if has_text
-            else ""
-        ),
+        options=options_of(shape),
+        rows=rows,
+        has_text=problem is None,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
