@@ -63,6 +63,7 @@ def render(*run_dirs: Path) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE.read_text())
     return template.render(
+        fmt=fmt,
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -92,7 +93,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "tiles": _tiles(log),
         "curves": curves.read_curves(run_dir, log, name) if len(log.numbers) else None,
         "sources": _sources(log),
-        "tasks": _tasks(run_dir, log),
+        "tasks": newest_tasks(run_dir, log),
         "forecast": _forecast(run_dir, log),
         "samples": [
             (step, *_split_sample(samples[step], config, log))
@@ -103,8 +104,8 @@ def _read(run_dir: Path, name: str) -> Event:
         "starts": _starts(log, is_running=status.state == "running"),
         "settings": _settings(config, chosen),
         "chosen": chosen,
-        "checkpoints": [_checkpoint(info) for info in infos],
-        "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
+        "checkpoints": infos,
+        "warnings": log.of_kind("warning", "rewind"),
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
         "command": summary.command_to_continue(run_dir, log) if log else None,
@@ -155,7 +156,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _sources(log: Log) -> list[tuple[str, ...]]:
+def _sources(log: Log) -> list[tuple[Any, ...]]:
     """Return (name, share of the samples, epochs, validation loss, standard error) of each source of a mixture."""
     evals, mixtures = log.current("eval"), log.current("mixture")
     epochs = (log.last_step() or {}).get("epochs_by_source")
@@ -165,30 +166,8 @@ def _sources(log: Log) -> list[tuple[str, ...]]:
     last = evals[max(evals)] if evals else {}
     losses, errors = last.get("val_loss_by_source", {}), last.get("val_loss_se_by_source", {})
     return [
-        (
-            name,
-            f"{share:.2%}",
-            fmt.number(epochs.get(name), ".3f"),
-            fmt.number(losses.get(name)),
-            fmt.number(errors.get(name)),
-        )
+        (name, share, epochs.get(name), losses.get(name), errors.get(name))
         for name, share in shares.items()
-    ]
-
-
-def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
-    """Return (task, metric, value, standard error, items, step) of the newest evaluation of each lm-eval task."""
-    return [
-        (
-            name,
-            metric,
-            fmt.number(found["value"]),
-            fmt.number(found["se"]),
-            fmt.number(task["n"], ",d"),
-            f"{step:,}",
-        )
-        for name, (step, task) in newest_tasks(run_dir, log).items()
-        for metric, found in task["metrics"].items()
     ]
 
 
@@ -296,20 +275,6 @@ def _settings(config: Config, chosen: frozenset[str]) -> list[tuple[str, str, st
 
 def _setting(value: Any) -> str:
     return "-" if value is None else " ".join(value) if isinstance(value, list) else str(value)
-
-
-def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
-    kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
-    loss, size = fmt.number(info.val_loss), fmt.num_bytes(info.num_bytes)
-    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, fmt.moment(info.created)
-
-
-def _warning(event: Event) -> tuple[str, str, str]:
-    if event["event"] == "rewind":
-        message = f"went back from step {event['spike_step']:,} to step {event['step']:,}"
-    else:
-        message = event["message"]
-    return f"{event['step']:,}", fmt.moment(event["time"]), message
 
 
 def _environment(facts: Event) -> list[tuple[str, str]]:
