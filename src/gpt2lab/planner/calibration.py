@@ -203,38 +203,31 @@ def this_machine(
     Raises: NoSourceError for a GPU that neither hardware.json nor a run knows.
     """
     on_cpu, world_size = detected.is_cpu and device is None, job.world_size
+    gpu, used = None, None
     if on_cpu:
-        name, gpu = processor.cpu_name(), None
+        name, cores = processor.cpu_name(), processor.cores()
+        title = f"this machine's CPU, {cores} cores"
         available = machine.available_memory()
         memory = available / world_size if available else None
-        title = f"this machine's CPU, {processor.cores()} cores"
+        typed = os.environ.get("OMP_NUM_THREADS", "")
+        # torchrun gives each of several ranks one thread.
+        alone = int(typed) if typed.isdigit() else cores if world_size == 1 else 1
+        used = threads or alone
+        own, bf16 = min(used or 1, cores), job.dtype == "bf16" and detected.auto_dtype == "bf16"
+        speed = own * machine.core_flops()
+        note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {own} of {cores} cores"
+        prior = timing.processor(speed, hardware, bf16=bf16)
     else:
         name = device or detected.gpus[0].name
         gpu = hardware.recognise(name)
-        memory = (
-            detected.gpus[0].memory_free if detected.gpus else (gpu.memory_bytes if gpu else None)
-        )
+        memory = gpu.memory_bytes if gpu else None
+        if detected.gpus:
+            memory = detected.gpus[0].memory_free
         title = name if world_size == 1 else f"{world_size} x {name}"
-    used = None
-    if on_cpu:  # torchrun gives each of several ranks one thread
-        typed = os.environ.get("OMP_NUM_THREADS", "")
-        alone = int(typed) if typed.isdigit() else processor.cores() if world_size == 1 else 1
-        used = threads or alone
-    kind = {"device": name, "world": world_size, "threads": used, "dtype": job.dtype}
-    kind |= {"compile": job.compiled, "parallel": job.parallel}
-    if on_cpu:
-        cores, bf16 = (
-            min(used or 1, processor.cores()),
-            job.dtype == "bf16" and detected.auto_dtype == "bf16",
-        )
-        speed = cores * machine.core_flops()
-        note = (
-            f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
-        )
-        prior = timing.processor(speed, hardware, bf16=bf16)
-    else:
         is_measured = any(record.get("device") == name for record in records)
         prior, note = _gpu_prior(name, gpu, hardware, job, is_measured=is_measured)
+    kind = {"device": name, "world": world_size, "threads": used, "dtype": job.dtype}
+    kind |= {"compile": job.compiled, "parallel": job.parallel}
     rates, ratios = calibrate(prior, records, kind, spread=SPREAD[prior.source])
     if prior.source == "unknown" and not rates.observations:
         raise NoSourceError(
@@ -243,17 +236,7 @@ def this_machine(
     if rates.observations:
         note = f"{rates.observations} measured runs of this machine"
     link = hardware.link(gpu.link) if gpu and gpu.link and world_size > 1 else None
-    return Machine(
-        title=title,
-        is_cpu=on_cpu,
-        gpu=gpu,
-        world_size=world_size,
-        link=link,
-        memory_bytes=memory,
-        rates=rates,
-        note=note,
-        ratios=ratios,
-    )
+    return Machine(title, on_cpu, gpu, world_size, link, memory, rates, note, ratios)
 
 
 def _gpu_prior(

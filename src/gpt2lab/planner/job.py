@@ -180,10 +180,6 @@ class Job:
         """Return the same job at another length."""
         return dataclasses.replace(self, max_steps=steps)
 
-    def with_micro_batch(self, size: int) -> Job:
-        """Return the same job with other micro-batches."""
-        return self.with_settings(mini_batch_size=size)
-
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))
