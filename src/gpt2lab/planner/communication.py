@@ -18,6 +18,7 @@ from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.model.counts import count_block_matrices, count_block_parameters, count_parameters
 from gpt2lab.planner.hardware import Link
+from gpt2lab.planner.job import Job
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 BACKWARD_SHARE = 2 / 3  # of forward plus backward
@@ -70,26 +71,19 @@ def wire_share(kind: Collective, *, world_size: int) -> float:
     return (2 if kind == "all_reduce" else 1) * (world_size - 1) / world_size
 
 
-def exposed(
-    model: ModelConfig,
-    *,
-    parallel: Parallel,
-    world_size: int,
-    link: Link | None,
-    accumulation: int,
-    micro_batch_seconds: float,
-    param_dtype: Literal["fp32", "bf16"] = "fp32",
-) -> tuple[float, float]:
+def exposed(job: Job, link: Link | None, micro_batch_seconds: float) -> tuple[float, float]:
     """Return the seconds that communication adds to a step, and those it would add if nothing hid it."""
-    if world_size == 1 or link is None:
+    if job.world_size == 1 or link is None:
         return 0.0, 0.0
+    model, accumulation = job.config.model, job.accumulation
 
     def seconds(kind: Collective, num_bytes: float, message: float) -> float:
-        return wire_share(kind, world_size=world_size) * num_bytes / link.rate(message)
+        return wire_share(kind, world_size=job.world_size) * num_bytes / link.rate(message)
 
     window = OVERLAP * micro_batch_seconds
-    if parallel == "fsdp":
-        (weights, gradients), L = _block_bytes(model, param_dtype), model.n_layer
+    if job.parallel == "fsdp":
+        weights, gradients = _block_bytes(model, job.config.system.fsdp_param_dtype)
+        L = model.n_layer
         around = 4.0 * count_parameters(model) - L * gradients
         gather = seconds("all_gather", weights, weights)
         scatter = seconds("reduce_scatter", gradients, gradients)
@@ -103,11 +97,11 @@ def exposed(
     embedding = 4.0 * model.vocab_size * model.n_embd
     rest = 4.0 * count_parameters(model) - embedding
     bucket = min(rest, BUCKET_BYTES)
-    reduction: Collective = "reduce_scatter" if parallel == "zero1" else "all_reduce"
+    reduction: Collective = "reduce_scatter" if job.parallel == "zero1" else "all_reduce"
     last = seconds(reduction, embedding, embedding)
     hidden = seconds(reduction, rest, bucket)
     after = 0.0
-    if parallel == "zero1":
+    if job.parallel == "zero1":
         after = seconds("all_gather", embedding, embedding) + seconds("all_gather", rest, bucket)
     return _visible(hidden, BACKWARD_SHARE * window) + last + after, hidden + last + after
 

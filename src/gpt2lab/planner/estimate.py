@@ -103,16 +103,10 @@ def estimate(
 def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
     """Return seconds of a step, its sigma, and the seconds of its communication if nothing hid it."""
     amount = job.work
-    visible, unhidden = communication.exposed(
-        job.config.model,
-        parallel=job.parallel,
-        param_dtype=job.config.system.fsdp_param_dtype,
-        world_size=job.world_size,
-        # Rates learned from runs at this world size contain the communication.
-        link=None if machine.rates.observations else machine.link,
-        accumulation=job.accumulation,
-        micro_batch_seconds=_micro_batch_seconds(job, machine, recomputes=True),
-    )
+    # Rates learned from runs at this world size contain the communication.
+    link = None if machine.rates.observations else machine.link
+    once = _micro_batch_seconds(job, machine, recomputes=True)
+    visible, unhidden = communication.exposed(job, link, once)
     extra = 0.0
     if job.world_size > 1 and machine.link is not None:
         extra = 0.02 if machine.link.is_nvlink else 0.08

@@ -10,11 +10,12 @@ import pytest
 import launch
 from forecasting import KNOWN, job_for, on
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import ModelConfig, Parallel
+from gpt2lab.config.schema import BatchConfig, Config, ModelConfig, Parallel, SystemConfig
 from gpt2lab.model.counts import count_block_parameters
 from gpt2lab.planner.communication import exposed, step_bytes, wire_share
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.hardware import Link
+from gpt2lab.planner.job import Job
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 MODES: tuple[Parallel, ...] = get_args(Parallel)
@@ -24,10 +25,13 @@ MODERN = preset("modern-small").model
 
 
 def seconds(
-    parallel: Parallel, *, window: float, model: ModelConfig = MODEL, param_dtype: Any = "fp32"
+    parallel: Parallel, *, window: float, world: int = 4, link: Link | None = STEADY, **more: Any
 ) -> tuple[float, float]:
-    cut = {"world_size": 4, "link": STEADY, "accumulation": 3, "micro_batch_seconds": window}
-    return exposed(model, parallel=parallel, param_dtype=param_dtype, **cut)
+    model = more.get("model", MODEL)
+    batch = BatchConfig(total_batch_size=3 * world * model.context_length, mini_batch_size=1)
+    system = SystemConfig(parallel=parallel, fsdp_param_dtype=more.get("param_dtype", "fp32"))
+    job = Job(Config(model=model, batch=batch, system=system), 1, world, "bf16", compiled=True)
+    return exposed(job, link, window)
 
 
 @pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
@@ -85,8 +89,7 @@ def test_modes_that_send_more_take_longer_where_the_link_is_slow():
 
 def test_one_process_and_an_unknown_link_send_nothing_that_is_predicted():
     for world, link in ((1, STEADY), (4, None)):
-        cut = {"world_size": world, "link": link, "accumulation": 3, "micro_batch_seconds": 1.0}
-        assert exposed(MODEL, parallel="fsdp", **cut) == (0.0, 0.0)
+        assert seconds("fsdp", window=1.0, world=world, link=link) == (0.0, 0.0)
 
 
 def test_the_step_of_each_mode_has_its_own_communication_and_its_share_of_the_update():
