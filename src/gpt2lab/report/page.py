@@ -7,7 +7,7 @@ of the page allows only its own style sheet and its own script, by their hashes.
 import base64
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,45 +192,32 @@ def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _forecast(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
-    """Return (what, forecast, interval, actual, verdict) of each number that both estimate.json and the run have."""
+def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
+    """Return (what, how to write it, forecast, its interval, actual, note) of what estimate.json and the run have."""
     document = read_json(run_dir / "estimate.json") or {}
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     span, rate = document.get("estimate"), document.get("throughput") or {}
     if not len(log.numbers) or not span:
         return rows
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
-    bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
-    rows.append(_row("time", _hours, bounds, hours, None if actual else "so far"))
+    bounds, note = (span["low_hours"], span["high_hours"]), "" if actual else "so far"
+    rows.append(("time", _hours, span["estimated_hours"], bounds, hours, note))
     if rate.get("value") is not None:
         median = float(np.nanmedian(log.column("tokens_per_second")))
-        bounds = (rate["value"], rate["low"], rate["high"])
-        rows.append(_row("tokens/s", "{:,.0f}".format, bounds, median))
+        bounds = (rate["low"], rate["high"])
+        rows.append(("tokens/s", "{:,.0f}".format, rate["value"], bounds, median, ""))
     needed = (document.get("memory") or {}).get("total")
     if needed and (peak := log.peak_memory()):
         share = f"{needed / peak:.0%} of the actual peak"
-        rows.append(("memory", _gib(needed), "-", _gib(peak), share))
+        rows.append(("memory", _gib, needed, None, peak, share))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
         note = f"forecast for {loss.get('data', 'this data')}"
-        bounds = (loss["value"], loss["low"], loss["high"])
-        rows.append(_row("validation loss", "{:.2f}".format, bounds, measured, note))
+        bounds = (loss["low"], loss["high"])
+        rows.append(("validation loss", "{:.2f}".format, loss["value"], bounds, measured, note))
     return rows
-
-
-def _row(
-    what: str,
-    write: Callable[[float], str],
-    bounds: tuple[float, float, float],
-    actual: float,
-    verdict: str | None = None,
-) -> tuple[str, ...]:
-    value, low, high = bounds
-    if verdict is None:
-        verdict = "inside" if low <= actual <= high else "outside"
-    return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
 
 
 def _starts(log: Log, *, is_running: bool) -> list[Event]:
