@@ -64,6 +64,7 @@ def render(*run_dirs: Path) -> str:
     ).from_string(_TEMPLATE.read_text())
     return template.render(
         fmt=fmt,
+        setting=_setting,
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -229,16 +230,9 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
         to_step = log.farthest_step(begin["attempt"])
         starts.append(
             {
-                "number": begin["attempt"],
-                "when": fmt.moment(begin["time"]),
-                "from_step": begin["step"],
+                **begin,
+                "resume": resume,
                 "to_step": begin["step"] if to_step is None else to_step,
-                "world_size": begin["world_size"],
-                "level": resume.get("level", "fresh"),
-                "changes": [
-                    (name, *(_setting(value)[: 12 if name == "data" else None] for value in pair))
-                    for name, pair in resume.get("changes", {}).items()
-                ],
                 "end": ends[-1]["reason"] if ends else "no end recorded",
             }
         )
