@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from .configuration_gpt2lab import GPT2LabConfig
 
@@ -167,6 +168,7 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         self.ln_f = build_norm(config)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -176,9 +178,8 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Map ids (B, T) that follow those in `past_key_values` to hidden states (B, T, C).
 
         `attention_mask`: (B, S), 0 = padding; or (B, 1, T, S) as scaled_dot_product_attention takes it.
@@ -212,12 +213,11 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
             states.append(x)
             x = block(x, rotation, mask, past_key_values)
         x = self.ln_f(x)
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states, x) if output_hidden_states else None,
         )
-        return output.to_tuple() if return_dict is False else output
 
 
 class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
@@ -231,6 +231,7 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head == "untied")
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -241,10 +242,9 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Map ids (B, T) to logits (B, T, V), or of the last `logits_to_keep` positions.
 
         `labels`: (B, T), shifted here; -100 is left out. `kwargs` are those of transformers' loss.
@@ -257,6 +257,7 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
@@ -266,10 +267,9 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=found.past_key_values,
             hidden_states=found.hidden_states,
         )
-        return output.to_tuple() if return_dict is False else output
