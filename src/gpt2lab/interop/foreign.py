@@ -86,9 +86,13 @@ def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
     weights = found(lambda: _weights(content["model"])) or {}
     n_head = found(lambda: _heads(content))
     model = found(lambda: _shape(weights, n_head or 1)) if weights else None
-    added = {} if model is None else _zero_biases(weights, model)
+    added: dict[str, torch.Tensor] = {}
     if model is not None:
-        problems.found += map(CheckpointError, _differences(weights | added, model))
+        wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
+        # Zeros for a model without any biases; one that lacks some is another model.
+        if not any(name.endswith(".bias") for name in weights):
+            added = {n: torch.zeros(shape) for n, shape in wanted.items() if n.endswith(".bias")}
+        problems.found += map(CheckpointError, _differences(weights | added, wanted))
     moments, steps = found(lambda: _moments(content.get("optimizer"), weights)) or (None, None)
     step = found(lambda: _step(content, steps))
     if problems.found or model is None or step is None:
@@ -249,17 +253,8 @@ def _shape(weights: dict[str, torch.Tensor], n_head: int) -> ModelConfig:
     )
 
 
-def _zero_biases(weights: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return zeros for the biases of a model that has none at all; one that lacks some is another model."""
-    if any(name.endswith(".bias") for name in weights):
-        return {}
-    wanted = empty_model(model).named_parameters()
-    return {name: torch.zeros(p.shape) for name, p in wanted if name.endswith(".bias")}
-
-
-def _differences(weights: dict[str, torch.Tensor], model: ModelConfig) -> list[str]:
-    """List how the tensors differ from those of our model: names, shapes, finite values."""
-    wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
+def _differences(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Size]) -> list[str]:
+    """List how the tensors differ from those of our model, of the shapes `wanted`: names, shapes, finite values."""
     problems = [
         f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         "; another architecture"
