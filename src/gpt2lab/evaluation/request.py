@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpt2lab.evaluation.validation import MeasuresLoss, ValidationLoss
     from gpt2lab.model.gpt import GPT
     from gpt2lab.runs.target import Target
+    from gpt2lab.tokenizers.interface import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ class Subject:
     def val_tokens(self) -> int:
         """How many tokens to validate on."""
         return self.request.val_tokens or self.settings.eval.val_tokens
+
+    def text_tokenizer(self, otherwise: str) -> Tokenizer:
+        """Return the weights' tokenizer; raise ConfigError, with what that means, if their ids mean no text."""
+        from gpt2lab.tokenizers.opening import why_no_text
+
+        tokenizer = self.target.tokenizer()
+        problem = why_no_text(tokenizer, self.model.config.vocab_size)
+        if tokenizer is None or problem is not None:
+            raise ConfigError(f"{self.target.name}: {problem}: {otherwise}")
+        return tokenizer
 
 
 def load_subject(
@@ -163,13 +174,9 @@ def measure_hellaswag(subject: Subject) -> Results:
     """
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, load_questions
-    from gpt2lab.tokenizers.opening import why_no_text
 
     request, of_run = subject.request, subject.settings.eval
-    tokenizer = subject.target.tokenizer()
-    problem = why_no_text(tokenizer, subject.model.config.vocab_size)
-    if tokenizer is None or problem is not None:
-        raise ConfigError(f"{request.target}: {problem}: no HellaSwag")
+    tokenizer = subject.text_tokenizer("no HellaSwag")
     limit, used = request.hellaswag_limit, of_run.hellaswag_path
     limit = of_run.hellaswag_limit if limit is None else limit
     path = request.hellaswag_path or (used if used and used.exists() else None)

@@ -28,7 +28,6 @@ from gpt2lab.files import parse_json
 from gpt2lab.interop.tasks import TaskResults
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import why_no_text
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.request import Subject
@@ -210,12 +209,8 @@ def measure_core(tasks: list[CoreTask], subject: Subject) -> TaskResults:
     """
     from gpt2lab.interop.scoring import score_continuations
 
-    model, name = subject.model, subject.target.name
-    tokenizer, longest = subject.target.tokenizer(), model.config.context_length
-    problem = why_no_text(tokenizer, model.config.vocab_size)
-    if tokenizer is None or problem is not None:
-        raise ConfigError(f"{name}: {problem}: CORE cannot be measured")
-    how: Any = {"strategy": subject.strategy, "runtime": subject.runtime, "name": name}
+    tokenizer = subject.text_tokenizer("CORE cannot be measured")
+    longest = subject.model.config.context_length
     measured = TaskResults()
     centered: dict[str, list[np.ndarray]] = defaultdict(list)  # by the file of the items
     for task in tasks:
@@ -225,7 +220,7 @@ def measure_core(tasks: list[CoreTask], subject: Subject) -> TaskResults:
                 for number in counted(range(len(task.items)), "items")
             ]
             pairs = [pair for of_item in by_item for pair in of_item]
-            nats, is_greedy = score_continuations(pairs, model, longest=longest, **how)
+            nats, is_greedy = score_continuations(pairs, subject, longest=longest)
         lengths = [min(len(ending), longest - 1) for _, ending in pairs]
         scored = zip(nats.tolist(), is_greedy.tolist(), lengths, strict=True)
         right = np.zeros(len(by_item))

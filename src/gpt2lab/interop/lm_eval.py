@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -28,32 +27,19 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
 from gpt2lab import paths
-from gpt2lab.config.schema import Dtype, SystemConfig
-from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.config.schema import Config, Dtype
+from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.evaluation.generation import draw_each
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches
+from gpt2lab.evaluation.request import EvaluationRequest, Subject, load_subject
 from gpt2lab.interop.scoring import Pair, own_share, score_continuations
 from gpt2lab.model import rng
-from gpt2lab.model.gpt import GPT
-from gpt2lab.runs.target import Target, find_target, was_tuned
-from gpt2lab.runs.weights import load_weights
+from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import jinja
-from gpt2lab.tokenizers.opening import why_no_text
 
 _MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that do not say how many
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How the texts of some requests are sampled, and where they end."""
-
-    until: tuple[str, ...]
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
 
 
 @dataclass(frozen=True)
@@ -77,21 +63,15 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     process, and the world size decides which rank computes a batch, never what a batch contains.
     """
 
-    def __init__(self, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime) -> None:
-        """`model`: the target's, on the runtime's device.
-
-        Raises: ConfigError if its ids mean no text.
-        """
+    def __init__(self, subject: Subject) -> None:
+        """Raise ConfigError if the weights' ids mean no text."""
         super().__init__()
-        tokenizer = target.tokenizer()
-        problem = why_no_text(tokenizer, model.config.vocab_size)
-        if tokenizer is None or problem is not None:
-            raise ConfigError(f"{target.name}: {problem}: tasks cannot be measured")
-        self._target, self._model, self._tokenizer = target, model.eval(), tokenizer
-        self._strategy, self._runtime = strategy, runtime
-        self._device = runtime.device
-        self._batch_tokens = BATCH_TOKENS[runtime.device.type]
-        self.max_length = model.config.context_length
+        self._subject = subject
+        self._tokenizer = subject.text_tokenizer("tasks cannot be measured")
+        self._device = subject.runtime.device
+        self._batch_tokens = BATCH_TOKENS[self._device.type]
+        self.max_length = subject.model.config.context_length
+        subject.model.eval()
 
     @classmethod
     def create_from_arg_obj(
@@ -115,13 +95,12 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         device = str((additional_config or {}).get("device") or "auto").partition(":")[0]
         if device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"--device {device}: gpt2lab computes on cpu or cuda")
-        runtime = Runtime()
-        runtime.use(SystemConfig(device="cpu" if device == "cpu" else "auto"))
-        system = SystemConfig(dtype=resolve_dtype(dtype, runtime.device))
-        runs = paths.runs_folder(Path(folder) if folder else None)
+        request = EvaluationRequest(
+            str(name), device="cpu" if device == "cpu" else "auto", dtype=dtype
+        )
+        runtime, runs = Runtime(), paths.runs_folder(Path(folder) if folder else None)
         target = runtime.on_rank_zero(lambda: find_target(str(name), runs))
-        model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
-        return cls(target, model, strategy=Strategy(runtime, system), runtime=runtime)
+        return cls(load_subject(request, target, Config(), runtime))
 
     @classmethod
     def create_from_arg_string(
@@ -165,7 +144,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
             own = [make_disjoint_window(window) for window in windows]
             pairs += own
             owners += [number] * len(own)
-        nats, _ = self._score(pairs)
+        nats, _ = score_continuations(pairs, self._subject, longest=self.max_length + 1)
         sums = np.bincount(owners, weights=nats, minlength=len(requests)) if pairs else nats
         return [float(value) for value in sums]
 
@@ -179,49 +158,41 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
                     f"the continuation {text!r:.60} has {len(continuation)} tokens; the model scores 1 to "
                     f"{self.max_length}, its context length"
                 )
-        nats, is_greedy = self._score([(context, ids) for _, context, ids in requests])
+        pairs = [(context, ids) for _, context, ids in requests]
+        nats, is_greedy = score_continuations(pairs, self._subject, longest=self.max_length + 1)
         return list(zip(nats.tolist(), is_greedy.tolist(), strict=True))
-
-    def _score(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of each continuation, (n,) float64, and whether it is greedy, (n,) bool."""
-        return score_continuations(
-            pairs,
-            self._model,
-            longest=self.max_length + 1,
-            strategy=self._strategy,
-            runtime=self._runtime,
-            name=self._target.name,
-        )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request, up to the first of its stop texts."""
-        groups: dict[Drawing, list[Prompt]] = defaultdict(list)
+        groups: dict[tuple[tuple[str, ...], SamplingParams], list[Prompt]] = defaultdict(list)
         for number, request in enumerate(requests):
             context, settings = request.args
-            drawing = self._drawing(settings)
+            stops, style = self._sampling(settings)
+            room = style.max_new_tokens
             # Cut on the left, so that the new tokens fit.
-            ids = self.tok_encode(context)[-(self.max_length - drawing.max_new_tokens) :]
-            prompt = Prompt(ids or [self.eot_token_id], number, drawing.max_new_tokens)
-            groups[drawing].append(prompt)
+            ids = self.tok_encode(context)[-(self.max_length - room) :]
+            groups[stops, style].append(Prompt(ids or [self.eot_token_id], number, room))
         batches = [
-            (drawing, batch)
-            for drawing, prompts in groups.items()
+            (how, batch)
+            for how, prompts in groups.items()
             for batch in cut_batches(prompts, batch_tokens=self._batch_tokens)
         ]
         own: dict[int, str] = {}
-        for drawing, batch in own_share(batches, self._runtime):
-            texts = self._write(drawing, batch)
+        for how, batch in own_share(batches, self._subject.runtime):
+            texts = self._write(*how, batch)
             own |= {prompt.slot: text for prompt, text in zip(batch, texts, strict=True)}
-        found = {slot: text for part in self._runtime.gather(own) for slot, text in part.items()}
+        found = {
+            slot: text for part in self._subject.runtime.gather(own) for slot, text in part.items()
+        }
         return [found[number] for number in range(len(requests))]
 
-    def _drawing(self, settings: dict[str, Any]) -> Drawing:
+    def _sampling(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], SamplingParams]:
+        """Return where a text ends, and how it is sampled."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         until = handle_stop_sequences(given.pop("until", None), eos=self._tokenizer.end_token)
         room, is_drawn = given.pop("max_gen_toks"), given.pop("do_sample")
         temperature = float(given.pop("temperature", 1.0 if is_drawn else 0.0))
-        drawing = Drawing(
-            until=tuple(stop for stop in until if stop),
+        style = SamplingParams(
             max_new_tokens=room,
             temperature=temperature if is_drawn else 0.0,
             top_k=max(0, int(given.pop("top_k", 50))),
@@ -237,26 +208,28 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
                 f"a task asks for texts of {room} tokens (max_gen_toks), the model's context holds {self.max_length}; "
                 f"lower max_gen_toks in the task's generation_kwargs"
             )
-        return drawing
+        return tuple(stop for stop in until if stop), style
 
-    def _write(self, drawing: Drawing, prompts: list[Prompt]) -> list[str]:
-        end, stops = self.eot_token_id, drawing.until
+    def _write(
+        self, stops: tuple[str, ...], style: SamplingParams, prompts: list[Prompt]
+    ) -> list[str]:
+        end = self.eot_token_id
         # A token has at least one byte, so this many hold every stop text that the newest one completes.
         tail = max(len(stop.encode()) for stop in stops) + 4
         written: list[list[int]] = [[] for _ in prompts]
         is_done = [False] * len(prompts)
-        with self._strategy.autocast():
+        with self._subject.strategy.autocast():
             for drawn in draw_each(
-                self._model,
+                self._subject.model,
                 [prompt.ids for prompt in prompts],
-                max_new_tokens=drawing.max_new_tokens,
+                max_new_tokens=style.max_new_tokens,
                 generators=[
                     torch.Generator().manual_seed(rng.fold_seed(torch.initial_seed(), prompt.slot))
                     for prompt in prompts
                 ],
-                temperature=drawing.temperature,
-                top_k=drawing.top_k,
-                top_p=drawing.top_p,
+                temperature=style.temperature,
+                top_k=style.top_k,
+                top_p=style.top_p,
             ):
                 for number, id in enumerate(drawn):
                     if is_done[number]:
@@ -287,9 +260,10 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
 
         Raises: ConfigError if the model was not fine-tuned.
         """
-        if not was_tuned(self._target):
+        target = self._subject.target
+        if not was_tuned(target):
             raise ConfigError(
-                f"{self._target.name}: no chat template, because it was not fine-tuned; leave out --apply_chat_template"
+                f"{target.name}: no chat template, because it was not fine-tuned; leave out --apply_chat_template"
             )
         return jinja(self._tokenizer.end_token)
 

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
+from gpt2lab.evaluation.request import Subject
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.console import counted
 
 _ENDINGS = 8  # of one context in one row: attention costs the square of a row's length
@@ -28,21 +27,16 @@ def own_share(batches: Sequence[T], runtime: Runtime) -> Iterable[T]:
 
 
 def score_continuations(
-    pairs: Sequence[Pair],
-    model: GPT,
-    *,
-    longest: int,
-    strategy: Strategy,
-    runtime: Runtime,
-    name: str,
+    pairs: Sequence[Pair], subject: Subject, *, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probability of each continuation in nats, (n,) float64, and whether it is greedy, (n,) bool.
 
     `longest`: ids of a context and its continuation that are kept, from the right. Every rank computes some batches and
     gets all numbers: the world size decides which rank computes a batch, never what a batch contains.
 
-    Raises: NonFiniteError naming the weights, `name`.
+    Raises: NonFiniteError naming the weights.
     """
+    model, runtime, strategy = subject.model, subject.runtime, subject.strategy
     groups = _by_context(pairs)
     order = np.array([number for numbers in groups for number in numbers], dtype=np.int64)
     rows = make_rows(
@@ -61,7 +55,7 @@ def score_continuations(
             found[:, order[slots]] = nats, is_greedy
     found = np.sum(runtime.gather(found), axis=0)  # one rank has each, the others have 0
     if not np.isfinite(found).all():
-        raise NonFiniteError(f"{name}: scores are not finite: broken weights")
+        raise NonFiniteError(f"{subject.target.name}: scores are not finite: broken weights")
     return found[0], found[1] > 0
 
 

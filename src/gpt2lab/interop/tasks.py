@@ -119,9 +119,7 @@ def measure_tasks(request: TaskRequest, subject: Subject) -> TaskResults:
         from gpt2lab.interop.lm_eval import GPT2LabLM
 
         runtime = subject.runtime
-        answerer = GPT2LabLM(
-            subject.target, subject.model, strategy=subject.strategy, runtime=runtime
-        )
+        answerer = GPT2LabLM(subject)
         if request.apply_chat_template:
             answerer.chat_template(True)  # fails before any data is read
         wanted = request.wanted
