@@ -22,7 +22,7 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
-from gpt2lab.evaluation.validation import ValidationLoss, open_validation
+from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.files import sha256_of
 from gpt2lab.interop.foreign import ForeignCheckpoint, Problems, read_foreign
 from gpt2lab.interop.nanogpt import Entry, differences, entries_of
@@ -36,6 +36,7 @@ from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.evaluator import validation_line
 from gpt2lab.training.pretrain import choose_hardware
+from gpt2lab.training.recipe import PRETRAINING
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 from gpt2lab.training.start import Start
@@ -224,15 +225,8 @@ def _settings_table(
 
 def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
     """Measure the validation loss of the imported weights, in nats, and the seconds it took."""
-    config, began = start.config, time.monotonic()
-    validation = open_validation(
-        start.data,
-        config.model,
-        val_tokens=config.eval.val_tokens,
-        batch_size=start.plan.batch.micro_batch,
-        strategy=Strategy(runtime, config.system),
-        runtime=runtime,
-    )
+    began, strategy = time.monotonic(), Strategy(runtime, start.config.system)
+    validation = PRETRAINING.open_batches(start, runtime).validation(strategy)
     result = validation.measure(model.to(runtime.device))
     model.to("cpu")
     assert result is not None  # nothing interrupts it

@@ -131,15 +131,9 @@ class GPT2LabBlock(nn.Module):
         self.ln_2 = build_norm(config)
         self.mlp = GPT2LabMLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-    ) -> Tensor:
-        """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), rotation, mask, cache)
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        """Map (B, T, C) to (B, T, C); `context`: the attention's rotation, mask and cache."""
+        x = x + self.attn(self.ln_1(x), *context)
         return x + self.mlp(self.ln_2(x))
 
 
