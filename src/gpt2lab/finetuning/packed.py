@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -52,17 +54,10 @@ class PackedGPT(nn.Module):
 class RowLoader(Loader):
     """An endless stream of global batches of rows. Every rank holds all rows, so that it can count all targets."""
 
-    def __init__(
-        self,
-        order: Order | Mixture,
-        rows: Rows,
-        plan: BatchPlan,
-        *,
-        rank: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, order: Order | Mixture, rows: Rows, plan: BatchPlan, **where: Any) -> None:
+        """`where`: rank and device, as of a Loader."""
         no_shards = WindowReader((), context_length=plan.context_length, id_limit=0)
-        super().__init__(order, no_shards, plan, rank=rank, device=device)
+        super().__init__(order, no_shards, plan, **where)
         self._rows = rows
 
     def fetch(self, first_sample: int) -> GlobalBatch:

@@ -112,19 +112,13 @@ class FineTuning:
         from gpt2lab.finetuning.evaluation import AnswerLoss
         from gpt2lab.finetuning.packed import RowLoader
 
-        config, data = start.config, start.data
+        data, rank, device = start.data, runtime.rank, runtime.device
         assert isinstance(data, InstructionData)
         return Batches(
-            loader=RowLoader(
-                start.order,
-                data.rows["train"],
-                start.plan.batch,
-                rank=runtime.rank,
-                device=runtime.device,
-            ),
+            RowLoader(start.order, data.rows["train"], start.plan.batch, rank=rank, device=device),
             validation=lambda strategy: AnswerLoss(
                 data.rows["val"],
-                val_tokens=config.eval.val_tokens,
+                val_tokens=start.config.eval.val_tokens,
                 batch_size=start.plan.batch.micro_batch,
                 strategy=strategy,
                 runtime=runtime,
