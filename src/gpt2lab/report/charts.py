@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -168,18 +168,12 @@ def _chart(panel: Panel, runs: Sequence[Curves], *, height: int) -> Chart:
     shown = legend if len(legend) > 1 else []
     if any(len(run.resumes["step"]) for run in runs):
         shown = [*shown, ("dotted", "resumed")]
-    pictures = [_picture(axis, lines, runs, panel.references, y) for axis in AXES]
+    pictures = [_picture(axis, replace(panel, lines=lines), runs, y) for axis in AXES]
     return Chart(panel.title, height, shown, pictures)
 
 
-def _picture(
-    axis: Axis,
-    lines: list[Line],
-    runs: Sequence[Curves],
-    references: Sequence[tuple[float, str]],
-    y: Scale,
-) -> Picture:
-    places = [np.zeros(1), *(line.curve.x[axis] for line in lines)]
+def _picture(axis: Axis, panel: Panel, runs: Sequence[Curves], y: Scale) -> Picture:
+    places = [np.zeros(1), *(line.curve.x[axis] for line in panel.lines)]
     x = Scale.over(np.concatenate(places), margin=0.0)
     x_ticks, y_ticks = x.percent(x.ticks()), y.percent(y.ticks(), down=True)
     marks = [Mark("grid", "".join(f"M0,{HEIGHT * at / 100:.0f}H{WIDTH}" for at, _ in y_ticks))]
@@ -187,15 +181,15 @@ def _picture(
         resumed = x.at(run.resumes[axis]) * WIDTH
         path = "".join(f"M{place:.0f},0V{HEIGHT}" for place in resumed if np.isfinite(place))
         marks.append(Mark(f"{colour_of(number)} dotted", path))
-    notes = y.percent(references, down=True)
+    notes = y.percent(panel.references, down=True)
     marks.append(Mark("reference", "".join(f"M0,{10 * at:.0f}H{WIDTH}" for at, _ in notes)))
-    for line in lines:
+    for line in panel.lines:
         marks += _marks(line, x.at(line.curve.x[axis]), y)
     hover = {
         "axis": axis,
         "low": x.low,
         "high": x.high,
-        "series": [_values(line, axis) for line in lines if line.name is not None],
+        "series": [_values(line, axis) for line in panel.lines if line.name is not None],
     }
     marks = [mark for mark in marks if mark.path]
     return Picture(axis, x_ticks, y_ticks, notes, marks, json.dumps(hover))
