@@ -162,7 +162,7 @@ class GPT2LabModel(GPT2LabPreTrainedModel):
         self.ln_f = build_norm(config)
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -225,7 +225,7 @@ class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.head == "untied")
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
