@@ -353,7 +353,6 @@ def test_a_validation_needs_less_memory_than_a_compiled_step(alone, tmp_path):
         val_tokens=40 * T,
         batch_size=B,
         strategy=strategy,
-        runtime=alone,
     )
     ids = torch.randint(0, 50257, (B, T), device=alone.device)
     batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)

@@ -128,9 +128,7 @@ def evaluate(flags: Evaluate) -> dict[str, Any] | None:
         from gpt2lab.finetuning.evaluation import rouge_l
 
         with doing("answering the held-out conversations"):
-            found.numbers["generate"] = rouge_l(
-                subject.model, conversations, strategy=subject.strategy, runtime=runtime
-            )
+            found.numbers["generate"] = rouge_l(subject.model, conversations, subject.strategy)
     if flags.hellaswag:
         from gpt2lab.evaluation.hellaswag import summarize
 
@@ -196,7 +194,6 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
                 val_tokens=subject.val_tokens,
                 batch_size=subject.request.batch_size,
                 strategy=subject.strategy,
-                runtime=subject.runtime,
             ),
         )
     else:

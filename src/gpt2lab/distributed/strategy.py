@@ -120,7 +120,7 @@ class Strategy:
         `full_gradients`: under zero1 every rank gets all of them, for histograms.
         """
         self.device = runtime.device
-        self._runtime, self._system = runtime, system
+        self.runtime, self._system = runtime, system
         self._parallel = system.parallel if runtime.is_distributed else "ddp"
         self._exact = ExactReduction(runtime) if system.reduce == "exact" else None
         # Gradients are then summed only in this rank's rows; zero1.py says why not between CPUs.
@@ -133,7 +133,7 @@ class Strategy:
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, (self._runtime.world_size,))
+        return init_device_mesh(self.device.type, (self.runtime.world_size,))
 
     def prepare(
         self, model: GPT, to_train: Callable[[GPT], nn.Module] = lambda model: model
@@ -158,7 +158,7 @@ class Strategy:
                 offload=self._system.fsdp_offload,
                 param_dtype=self._system.fsdp_param_dtype,
             )
-        elif self._runtime.is_distributed and self._exact is None:
+        elif self.runtime.is_distributed and self._exact is None:
             replicated = DistributedDataParallel(
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._system.ddp_bucket_mb
             )
@@ -306,7 +306,7 @@ class Strategy:
         """Return the sum of all ranks' micro-batch losses, () nats."""
         if self._exact is not None:
             return self._exact.sum_losses(losses)
-        return self._runtime.sum_over_ranks(sum(losses, torch.zeros((), device=self.device)))
+        return self.runtime.sum_over_ranks(sum(losses, torch.zeros((), device=self.device)))
 
 
 class ExactReduction:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from gpt2lab.config.schema import HellaSwagMetrics
-from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.hellaswag_items import STYLES, Questions, Style
@@ -37,16 +36,15 @@ class HellaSwag:
         *,
         context_length: int,
         strategy: Strategy,
-        runtime: Runtime,
         metrics: HellaSwagMetrics = "all",
         batch_tokens: int | None = None,
     ) -> None:
         self.num_items = len(questions)
-        self._questions, self._strategy, self._runtime = questions, strategy, runtime
+        self._questions, self._strategy, self._runtime = questions, strategy, strategy.runtime
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
         sequences = (item for style in self._styles for item in questions.sequences[style])
         rows = make_rows(sequences, context_length=context_length)
-        budget = batch_tokens or BATCH_TOKENS[runtime.device.type]
+        budget = batch_tokens or BATCH_TOKENS[strategy.device.type]
         self._batches = cut_batches(rows, batch_tokens=budget)
 
     def measure(

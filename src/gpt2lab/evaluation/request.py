@@ -147,7 +147,6 @@ def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
         val_tokens=subject.val_tokens,
         batch_size=request.batch_size,
         strategy=subject.strategy,
-        runtime=subject.runtime,
     )
 
 
@@ -187,7 +186,6 @@ def measure_hellaswag(subject: Subject) -> Results:
             ),
             context_length=subject.model.config.context_length,
             strategy=subject.strategy,
-            runtime=subject.runtime,
             metrics=request.hellaswag_metrics or of_run.hellaswag_metrics,
         ).measure(subject.model)
     assert results is not None  # nothing interrupts it

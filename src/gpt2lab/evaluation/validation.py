@@ -20,7 +20,6 @@ from gpt2lab.data.mixture import PATTERN, MixedData, validation_orders
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, document_marks
 from gpt2lab.data.windows import WindowReader
-from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import (
@@ -95,11 +94,10 @@ class Validation:
         tokenizer: Tokenizer | None,
         end_of_text: int | None,
         strategy: Strategy,
-        runtime: Runtime,
     ) -> None:
         """`tokenizer`: of the ids; None where their text is not known. `end_of_text`: the id between documents."""
         self._order, self._reader, self._batch_size = order, reader, batch_size
-        self._strategy, self._runtime = strategy, runtime
+        self._strategy, self._runtime = strategy, strategy.runtime
         self._hidden = strategy.for_evaluation(GPT.hidden, batch_size=batch_size)
         self._bytes_per_token: np.ndarray | None = None  # of each id's text
         if tokenizer is not None:
@@ -208,7 +206,6 @@ def open_validation(
     val_tokens: int,
     batch_size: int,
     strategy: Strategy,
-    runtime: Runtime,
 ) -> MeasuresLoss:
     """Return the validation loss of a folder, or of a mixture whose sources share `val_tokens` equally.
 
@@ -223,14 +220,14 @@ def open_validation(
                 source.splits["val"],
                 context_length=model.context_length,
                 id_limit=model.id_limit,
-                verify=runtime.local_rank == 0,  # once on each machine, which may have own files
+                # Once on each machine, which may have own files.
+                verify=strategy.runtime.local_rank == 0,
             ),
             val_tokens=val_tokens // len(sources),
             batch_size=batch_size,
             tokenizer=None if why_no_text(source.tokenizer, model.vocab_size) else source.tokenizer,
             end_of_text=source.end_of_text.id,
             strategy=strategy,
-            runtime=runtime,
         )
         for source, order in zip(sources, orders, strict=True)
     ]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
@@ -29,10 +28,8 @@ MOST_TOKENS = 256  # of an answer
 class AnswerLoss:
     """The validation loss of the held-out rows, or of as many as `val_tokens` allows, evenly spaced."""
 
-    def __init__(
-        self, rows: Rows, *, val_tokens: int, batch_size: int, strategy: Strategy, runtime: Runtime
-    ) -> None:
-        self._batch_size, self._strategy, self._runtime = batch_size, strategy, runtime
+    def __init__(self, rows: Rows, *, val_tokens: int, batch_size: int, strategy: Strategy) -> None:
+        self._batch_size, self._strategy, self._runtime = batch_size, strategy, strategy.runtime
         self._hidden = strategy.for_evaluation(hidden_of_rows, batch_size=batch_size)
         total, T = len(rows), rows.ids.shape[1] - 1
         chosen = min(total, max(1, val_tokens // T))
@@ -110,7 +107,7 @@ def require_rouge() -> None:
         )
 
 
-def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> dict[str, Any]:
+def rouge_l(model: GPT, rows: Rows, strategy: Strategy) -> dict[str, Any]:
     """Return the mean ROUGE-L F-measure over the last answers of all conversations, with its standard error.
 
     Decoding is greedy, up to <|endoftext|> or 256 tokens; the scorer is the library's, without stemming (Lin 2004).
@@ -118,7 +115,7 @@ def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> 
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer, tokenizer = RougeScorer(["rougeL"]), rows.tokenizer
+    scorer, tokenizer, runtime = RougeScorer(["rougeL"]), rows.tokenizer, strategy.runtime
     exchanges = last_exchanges(rows)
     scores = np.zeros(len(exchanges))
     model.eval()

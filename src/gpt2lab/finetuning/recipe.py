@@ -121,7 +121,6 @@ class FineTuning:
                 val_tokens=start.config.eval.val_tokens,
                 batch_size=start.plan.batch.micro_batch,
                 strategy=strategy,
-                runtime=runtime,
             ),
             prompt_ids=prompt_ids,
         )

@@ -428,6 +428,5 @@ def _open_hellaswag(components: Components) -> HellaSwag | None:
         ),
         context_length=start.config.model.context_length,
         strategy=components.strategy,
-        runtime=components.runtime,
         metrics=config.hellaswag_metrics,
     )

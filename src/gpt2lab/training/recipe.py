@@ -118,7 +118,6 @@ class Pretraining:
                 val_tokens=config.eval.val_tokens,
                 batch_size=start.plan.batch.micro_batch,
                 strategy=strategy,
-                runtime=runtime,
             ),
         )
 

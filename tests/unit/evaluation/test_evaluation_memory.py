@@ -46,7 +46,7 @@ def runtime() -> Runtime:
     return runtime
 
 
-def open_windows(folder: Path, strategy: Strategy, runtime: Runtime) -> MeasuresLoss:
+def open_windows(folder: Path, strategy: Strategy) -> MeasuresLoss:
     """Return two batches of windows, the last one not full."""
     data = open_data(folder, vocab_size=50304)
     return open_validation(
@@ -55,20 +55,19 @@ def open_windows(folder: Path, strategy: Strategy, runtime: Runtime) -> Measures
         val_tokens=13 * T,
         batch_size=B,
         strategy=strategy,
-        runtime=runtime,
     )
 
 
 @pytest.fixture
-def validation(strategy, runtime, tmp_path) -> MeasuresLoss:
+def validation(strategy, tmp_path) -> MeasuresLoss:
     folder = write_shards(tmp_path / "data", train=(99,), val=(900,))
-    return open_windows(folder, strategy, runtime)
+    return open_windows(folder, strategy)
 
 
 @pytest.fixture
-def hellaswag(strategy, runtime, tmp_path) -> HellaSwag:
+def hellaswag(strategy, tmp_path) -> HellaSwag:
     questions = load_questions(write_items(tmp_path / "items.jsonl", 40), GPT2)
-    return HellaSwag(questions, context_length=T, strategy=strategy, runtime=runtime)
+    return HellaSwag(questions, context_length=T, strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ["validation", "hellaswag"])
@@ -120,7 +119,7 @@ def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
     found = {}
     for compiles in (False, True):
         monkeypatch.setattr(Strategy, "compiles_evaluation", compiles)
-        validation = open_windows(data, Strategy(runtime, SystemConfig(dtype="fp32")), runtime)
+        validation = open_windows(data, Strategy(runtime, SystemConfig(dtype="fp32")))
         before = counters["stats"]["unique_graphs"]
         for _ in range(2):
             model.train()

@@ -79,8 +79,8 @@ def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkey
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
     questions = load_questions(write_items(tmp_path / "items.jsonl", 4), GPT2)
-    how = {"strategy": Strategy(runtime, SystemConfig(dtype="fp32")), "runtime": runtime}
-    HellaSwag(questions, context_length=CONTEXT, **how).measure(model)
+    strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
+    HellaSwag(questions, context_length=CONTEXT, strategy=strategy).measure(model)
     assert {call[1:] for call in calls} == {(True, False, False)}
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -48,7 +48,6 @@ def measure(
         load_questions(path, GPT2),
         context_length=model.config.context_length,
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        runtime=runtime,
         metrics=metrics,
         batch_tokens=batch_tokens,
     ).measure(model)
@@ -189,7 +188,7 @@ def test_an_evaluation_asked_to_stop_has_no_result(model, tmp_path):
     runtime = on_cpu()
     strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
     questions = load_questions(write_items(tmp_path / "items.jsonl"), GPT2)
-    scorer = HellaSwag(questions, context_length=64, strategy=strategy, runtime=runtime)
+    scorer = HellaSwag(questions, context_length=64, strategy=strategy)
     model.train()
     assert scorer.measure(model, interrupted=lambda: True) is None
     assert model.training

@@ -44,7 +44,6 @@ def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
         load_questions(items, GPT2),
         context_length=description["context_length"],
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        runtime=runtime,
         **options,
     ).measure(model_of(description))
     assert result is not None
