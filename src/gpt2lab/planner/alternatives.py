@@ -171,7 +171,7 @@ def fit_memory(predictor: Predictor, job: Job) -> Estimate:
     found = predictor.predict(job)
     if found.memory.fits is False and found.memory.largest_micro_batch:
         size = found.memory.largest_micro_batch
-        return predictor.predict(job.with_settings(mini_batch_size=size))
+        return predictor.predict(job.with_micro_batch(size))
     return found
 
 
@@ -247,7 +247,7 @@ def _smaller_model(predictor: Predictor, found: Estimate) -> list[str]:
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
-    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
+    job, fitting, needed = found.job.with_micro_batch(1), [], 0.0
     for gpu in known.gpus.values():
         need = device_memory(
             job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes

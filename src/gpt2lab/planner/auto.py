@@ -176,6 +176,7 @@ def estimate_here(start: Start) -> Estimate | None:
     """Predict what is left of a start of the trainer on this machine; None for a GPU of which nothing is known."""
     detected, known = detect_hardware(device=start.config.system.device), hardware.load()
     job = job_on(detected, start.config, start.plan, start.data.tokens("train"))
+    job = job.with_validation(start.data.tokens("val"))
     if start.checkpoint is not None:
         job = job.with_steps(max(1, start.plan.max_steps - start.checkpoint.step))
     records = calibration.read(start.run_dir.parent)

@@ -54,7 +54,7 @@ class ForecastExtension(Extension):
             dtype=environment["dtype"],
             compiled=environment["compile"] == "on",
             order=start.order,
-        )
+        ).with_validation(start.data.tokens("val"))
         if branch := facts["branch_from"]:  # the steps before it are another run's
             job = job.with_steps(max(1, start.plan.max_steps - branch["step"]))
         try:

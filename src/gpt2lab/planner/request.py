@@ -16,7 +16,14 @@ from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import suit_length
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, find_problems, is_list
+from gpt2lab.config.settings import (
+    LEAVES,
+    as_recorded,
+    both_set_length,
+    find_problems,
+    is_list,
+    override,
+)
 from gpt2lab.config.settings_file import make_request
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
@@ -303,7 +310,10 @@ class Predictor:
         fingerprint: str | None = None
         if request.data_dir:
             data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
-            order, fingerprint = training_order(data, config), data.fingerprint
+            fingerprint = data.fingerprint
+            read = min(data.tokens("val"), config.eval.val_tokens)  # as Job.with_validation
+            config = override(config, {"val_tokens": read})
+            order = training_order(data, config)
         config, steps, unique, dataset = self._length_of(config, order)
         config = fit_mini_batch(config, world_size, typed=request.mini_batch_size is not None)
         auto_dtype = self.gpu.dtype if self.gpu else self.detected.auto_dtype

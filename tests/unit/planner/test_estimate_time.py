@@ -204,6 +204,9 @@ def test_settings_that_make_no_sense_together_are_named(tmp_path):
     assert answer.returncode == 0
     assert "warm-up of 715 steps in a run of 100" in answer.stdout
     assert "eval_freq 250 is longer than the run" in answer.stdout
+    assert "of the time; a smaller --val_tokens makes it less" in answer.stdout
+    answer = ask(tmp_path, "--gpu=H100", "--steps=20000", "--eval_freq=10")
+    assert "of the time; --eval_freq 250 makes it 2 %" in answer.stdout
 
 
 def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):
@@ -215,6 +218,7 @@ def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):
     windows = sum((size - 1) // 16 for size in TRAIN_SHARDS)
     assert found["estimate"]["total_steps"] == int(3 * windows * 16) // 128
     assert found["dataset_info"]["epochs"] == pytest.approx(3, abs=0.1)
+    assert found["breakdown"]["eval_s"] < 1, "there are 650 validation tokens, not 10M"
 
 
 @pytest.fixture

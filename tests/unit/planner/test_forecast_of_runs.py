@@ -30,11 +30,12 @@ def estimate_of(run_dir: Path) -> dict:
 
 def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(tiny_flags, tmp_path):
     runs = tmp_path / "runs"
-    long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10"]
+    long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10", "--val_tokens=1B"]
     train([*tiny_flags, *long, "--stop_after_steps=15"])
     predicted = estimate_of(runs / "tiny")
     assert predicted["actual"] is None
     assert predicted["throughput"]["source"] == "cpu-matmul"
+    assert predicted["breakdown"]["eval_s"] < 600, "there are some hundred validation tokens"
     assert calibration.read(runs) == []
     train([*tiny_flags, "--resume=latest"])
     done = estimate_of(runs / "tiny")
