@@ -16,7 +16,7 @@ _FEW = 4  # choices that are read at a glance: no guess which one was meant
 
 # The help of a run, and of a model to load: the same in every command.
 RUN = "a run (name or its beginning, latest, or folder)"
-TARGET = f"{RUN}, a checkpoint's folder, a Hugging Face folder, or hf:NAME"
+TARGET = f"{RUN}, RUN@STEP, a checkpoint's folder, a Hugging Face folder, or hf:NAME"
 
 
 def option(default: Any, help: str, *, least: int | None = None, adds: bool = False) -> Any:

@@ -124,7 +124,7 @@ def find_folder(name: str, checkpoint_dir: Path, *, hub: bool = True) -> Path | 
         also = f" (a model of the Hub is {HUB}NAME)" if hub else ""
         raise ConfigError(
             f"{name}: no run of this name in {paths.display_path(checkpoint_dir)}, and no such folder{also}; "
-            f"{_instead(name, checkpoint_dir)}"
+            f"{_instead(full, checkpoint_dir)}"
         )
     return folder
 
@@ -132,10 +132,13 @@ def find_folder(name: str, checkpoint_dir: Path, *, hub: bool = True) -> Path | 
 def full_name(name: str, checkpoint_dir: Path, *, hub: bool = True) -> str:
     """Return a name with its run in full: `latest`, and the beginning of a single run's name, mean that run.
 
-    What is there under the name itself keeps its meaning, and so does, with `hub`, a name on the Hub.
+    RUN@250 means RUN/step_00000250, as for --branch_from. What is there under the name itself keeps its meaning, and so
+    does, with `hub`, a name on the Hub.
 
     Raises: ConfigError if several names begin so, or no run has a checkpoint yet.
     """
+    if catalog.find_folder(name, checkpoint_dir) is None and (at := re.search(r"@(\d+)$", name)):
+        name = f"{name[: at.start()]}/{manifest.folder_name(int(at[1]))}"
     run, slash, rest = name.partition("/")
     is_path = run in ("", ".", "..", "~") or catalog.find_folder(name, checkpoint_dir) is not None
     if is_path or (hub and re.fullmatch(_OF_THE_HUB, run)):

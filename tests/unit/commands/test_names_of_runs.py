@@ -95,6 +95,7 @@ print(json.dumps([found, sorted({"torch", "huggingface_hub"} & sys.modules.keys(
         ("bet", ["beta_1", "beta_2"]),
         ("nosuch", ["alpha", "beta_1", "beta_2"]),
         ("alpha/step_9", ["step_00000004"]),
+        ("alpha@9", ["step_00000004"]),
         ("no such", ["alpha", "beta_1", "beta_2"]),
     ],
 )
@@ -143,6 +144,8 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
     for name, meant in {
         "r": runs / "r",  # not here/r
         "r/step_00000002": runs / "r" / "step_00000002",
+        "r@2": runs / "r" / "step_00000002",
+        f"{runs}/r@2": runs / "r" / "step_00000002",
         "./r": here / "r",
         "../runs/r": here / ".." / "runs" / "r",
         "~/runs/r": runs / "r",
