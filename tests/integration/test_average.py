@@ -53,7 +53,9 @@ def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):
     place = f"--checkpoint_dir={run.path.parent}"
     before = sorted(run.path.parent.iterdir())
     for last in ("0", "1", "5", "-2"):
-        assert "there are 2, 4, 6, 8; give at least 2" in rejected("tiny", f"--last={last}", place)
+        assert "of tiny are 2, 4, 6, 8; an average takes 2" in rejected(
+            "tiny", f"--last={last}", place
+        )
     assert "no run of this name" in rejected("nobody", "--last=2", place)
     assert "plain folder name" in rejected("tiny", "--last=2", "--run_name=a/b", place)
     weights = run.path / "step_00000006" / "model.safetensors"

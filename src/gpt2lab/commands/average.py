@@ -52,9 +52,9 @@ def main(argv: list[str]) -> int:
     if damaged:
         raise damaged[0]
     if not 2 <= flags.last <= len(infos):
-        there = f"there are {', '.join(str(info.step) for info in infos) or 'none'}"
+        steps = ", ".join(str(info.step) for info in infos) or "none"
         raise ConfigError(
-            f"--last {flags.last}: of {run_dir.name}, {there}; give at least 2 of them"
+            f"--last {flags.last}: the checkpoints of {run_dir.name} are {steps}; an average takes 2 or more of them"
         )
     infos = infos[-flags.last :]
     name = flags.run_name or f"{run_dir.name}_average{flags.last}"

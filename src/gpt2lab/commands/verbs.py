@@ -37,7 +37,7 @@ GROUPS = {
         "plot": Verb("draw the curves of runs", ".plot"),
     },
     "evaluate": {
-        "evaluate": Verb("measure validation loss and HellaSwag", ".evaluate"),
+        "evaluate": Verb("measure validation loss, HellaSwag and CORE", ".evaluate"),
         "sample": Verb("continue prompts with a model", ".sample"),
         "chat": Verb("chat with a fine-tuned model", ".chat"),
         "serve": Verb("try a model in the browser, or by OpenAI's API", ".serve"),

@@ -277,7 +277,9 @@ def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_pat
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("fine " * 1000)
     (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"texts/b\.txt: not UTF-8 text at byte 3"):
+    with pytest.raises(
+        DataError, match=r"texts/b\.txt: not UTF-8 text at byte 3; convert it with iconv"
+    ):
         run_prepare(tmp_path / "texts", tmp_path / "out")
     assert os.listdir(tmp_path) == ["texts"]
 

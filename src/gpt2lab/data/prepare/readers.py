@@ -21,6 +21,7 @@ from gpt2lab.errors import DataError, SourceLostError
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
 _WHOLE_TEXT = 16  # blocks of a text that is held in memory
+_NOT_TEXT = "{}: not UTF-8 text at byte {}; convert it with iconv -f UTF-16 (or LATIN1) -t UTF-8"
 _LONGEST_RECORD = 1 << 28  # bytes of a line, or characters of a field
 _ESCAPES = re.compile("[\udc80-\udcff]")  # of bytes that are not UTF-8
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
@@ -183,7 +184,7 @@ def _blocks_of(share: Share) -> Iterator[str]:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 bad = position - held + error.start
-                raise BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}") from error
+                raise BadRecordsError(_NOT_TEXT.format(share.file.url, bad)) from error
             if not block:
                 return
             yield text if position else text.removeprefix("\ufeff")

@@ -191,7 +191,7 @@ def _local(path: Path, text_column: str) -> TextSource:
     root = path if path.is_dir() else path.parent
     paths, others = _files_below(path) if path.is_dir() else ([path], Counter())
     if not paths:
-        raise DataError(f"{path}: no {_KNOWN} files in this folder")
+        raise DataError(f"{path}: no file of a known kind in this folder; supported: {_KNOWN}")
     files = []
     for file in paths:
         kind = kind_of(file.name)
