@@ -45,6 +45,10 @@ def run(main: Callable[[list[str]], int]) -> int:
     is the report. Characters that a terminal cannot show, or that would move its cursor, are escaped: names and texts
     of files are printed as they are everywhere else.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        # Closed by `>&-`: the next file that is opened would get its number, and with it what libraries print.
+        if getattr(sys, name) is None and os.open(os.devnull, os.O_RDWR) == number:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
     for stream, errors in (
         (sys.stdin, "replace"),
         (sys.stdout, "backslashreplace"),

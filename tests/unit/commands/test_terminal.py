@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -87,3 +88,9 @@ def test_help_and_watch_still_work_in_a_terminal(tmp_path):
             process.kill()
         os.close(ours)
         assert unseen not in said
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_closed_output_is_no_error(runs, closed):
+    command = shlex.join([*launch.words_of("status"), f"--checkpoint_dir={runs}"])
+    assert subprocess.run(f"{command} {closed}", shell=True).returncode == 0
