@@ -42,6 +42,7 @@ def test_the_average_is_the_mean_of_the_last_weights_and_says_so(run, capsys):
     assert manifest.verify(info.path)["average_of"] == found["average_of"]
     assert (info.kind, info.val_loss, info.labels) == ("average", None, ())
     assert "average" in launch.call("runs list", "tiny_average3", place).stdout
+    assert launch.call("runs verify", "tiny_average3", place).returncode == 0
     theirs = evaluated("tiny", run.path.parent).val_loss
     assert evaluated("tiny_average3", run.path.parent).val_loss not in (theirs, None)
     after = run.listing()

@@ -24,6 +24,7 @@ from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing
+from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.target import find_run
 
@@ -117,6 +118,7 @@ def _write(run_dir: Path, infos: list[CheckpointInfo], of: Mapping[str, object])
         folder.write_config(
             facts["config"], {**start, "run": run_dir.name, "average_of": of}, tokenizer
         )
+        (run_dir / METRICS).touch()  # which `runs verify` reads
         commit(run_dir, Draft(newest.step, files, facts))
         folder.write_status("stopped", step=newest.step, reason="average", exit_code=0)
     return run_dir

@@ -77,6 +77,8 @@ def _check(flags: Export) -> int:
         raise ConfigError(
             f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"
         )
+    if flags.format == "transformers" and flags.out.suffix == ".gguf":
+        raise ConfigError(f"--out {flags.out}: a file for llama.cpp is made with --format gguf")
     for name in ("max_shard_size", "push_to_hub"):
         if flags.format == "gguf" and getattr(flags, name) is not None:
             raise ConfigError(f"--{name} is for --format transformers; leave it out")

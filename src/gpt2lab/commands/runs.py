@@ -59,6 +59,7 @@ class Verify(AmongRuns):
     def execute(self) -> int:
         """Name what is not as it was written and return the exit code."""
         run_dir = find_run(self.run, checkpoint_dir=self.checkpoint_dir)
+        _require_log(run_dir)
         damaged, lines, checked = verify_log(run_dir)
         for line in damaged:
             print(line)

@@ -193,7 +193,7 @@ def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path):
     "words",
     [
         *("--dtype=bfloat16", "--push_to_hub=me/x", "--max_shard_size=1GB", "--out=x.bin"),
-        "--format=transformers --dtype=q8_0",
+        *("--format=transformers --dtype=q8_0", "--format=transformers --out=x.gguf"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(folder, tmp_path, words, wording):
