@@ -32,8 +32,8 @@ RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T,
 def rotary_angles(positions: Tensor, config: ModelConfig) -> RotaryAngles:
     """Return cosine and sine of the angles by which positions (T,) or (B, T) rotate a head's D/2 channel pairs.
 
-    Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15. With half_rotary the second half of the pairs stands,
-    the first has 1 to 1/1024 radians a token: modded-nanogpt's train_gpt_simple.py.
+    Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15. With half_rotary only the first half of the pairs
+    rotates, by 1 to 1/1024 radians a token: modded-nanogpt's train_gpt_simple.py.
     """
     width, device = config.n_embd // config.n_head, positions.device  # D
     if config.positions == "half_rotary":
@@ -87,14 +87,14 @@ class SumsBiasByRow(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
+    def backward(ctx: Any, grad_y: Tensor) -> Any:
         """Return the gradients of x, of bias and, unless it is frozen, of weight."""
         x, weight = ctx.saved_tensors
-        of_x = (slope @ weight.to(slope.dtype)).to(ctx.dtype)
+        of_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.dtype)
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = (slope.flatten(0, 1).t() @ x.flatten(0, 1)).to(weight.dtype)
-        return of_x, of_weight, slope.sum(1, dtype=torch.float32).sum(0)
+            of_weight = (grad_y.flatten(0, 1).t() @ x.flatten(0, 1)).to(weight.dtype)
+        return of_x, of_weight, grad_y.sum(1, dtype=torch.float32).sum(0)
 
 
 class KVCache:
@@ -104,7 +104,7 @@ class KVCache:
         self.capacity, self.length = capacity, 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of the next T positions, (B, H, T, D) each; return all, (B, H, S, D) each."""
+        """Append keys and values of the next T positions, (B, H, T, D); return those of all, (B, H, S, D)."""
         if self.length == 0:
             B, H, _, D = k.shape
             self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
@@ -351,7 +351,7 @@ class GPT(nn.Module):
             (weight, bias), config = self.head_weights, self.config
             hidden, more = self.ln_f(stream), (config.num_tokens, bias, config.logit_cap)
             return head_cross_entropy_sum(hidden, weight, targets, *more)
-        # Unnamed, so that hidden states in fp32 end with the head's bf16 copy of them.
+        # No name holds the fp32 hidden states: they are freed once the head has its bf16 copy.
         return cross_entropy_sum(self.masked_logits(self.ln_f(stream)), targets)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -401,7 +401,9 @@ def build_model(
                 parameter.fill_(1.0)
                 continue
             elif weight_init == "fan_in":
-                std = 1.0 if name.startswith("w") else math.sqrt(0.33 / parameter.size(1))
+                std = (
+                    1.0 if name.startswith(("wte", "wpe")) else math.sqrt(0.33 / parameter.size(1))
+                )
                 std *= not (is_projection or name == "lm_head.weight")
             else:
                 std = 0.01 if name == "wpe.weight" else 0.02

@@ -145,7 +145,7 @@ def _resolve(
     planner: Planner | None,
     extensions: Extensions,
 ) -> Start:
-    """Have rank 0 decide what this start does, with what the poorest rank has free."""
+    """Have rank 0 decide what this start does; it hears how much memory each rank has free."""
     measures = planner is not None and bool(request.open_settings)
     memory = runtime.gather(
         planner.free_memory(request.config.system) if planner and measures else None

@@ -44,7 +44,7 @@ class StepPipeline:
         self.components, self.start, self.saver = components, components.start, saver
         self.state: TrainState = components.state
         self.config, self.last_step = self.start.config, self.start.plan.max_steps
-        self.first_step = self.state.step
+        self.steps_before = self.state.step  # complete when this start began
         self.logger, self.control = session.logger, session.control
         self.progress, self._on_gradients_ready = session.clock.progress, session.on_gradients_ready
         # Steps that `state` does not include yet: at most two where steps are pipelined.
@@ -86,8 +86,8 @@ class StepPipeline:
         self.busy.release()
 
     def can_launch_next(self) -> bool:
-        """Tell whether the next step is launched before the first one is read: nothing is due between them."""
-        step, first = self.launched[0], self.first_step + 1  # which compiles, and is announced so
+        """Tell whether to launch the next step before the oldest launched one is read: nothing is due between them."""
+        step, first = self.launched[0], self.steps_before + 1  # which compiles, and is announced so
         if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:
             return False
         freqs = (*frequencies(self.config).values(), self.config.system.drift_check_freq)

@@ -44,7 +44,7 @@ class StepStats:
 
     @property
     def loss_scale(self) -> tuple[float, ...] | None:
-        """Of fp16, after this step: as LossScale restores it."""
+        """Of fp16, after this step, as LossScale.restore takes it; None in other dtypes."""
         return tuple(self.numbers.values[2:]) or None
 
     @property
@@ -90,6 +90,7 @@ def train_step(
     """
     set_learning_rate(optimizers, lr)
     began = ready = strategy.mark()
+    # DDP averages gradients over the ranks; the loss is a sum over all of them.
     scale: float | torch.Tensor = strategy.averaged_over / batch.num_targets
     if strategy.loss_scale is not None:
         scale = scale * strategy.loss_scale.scale

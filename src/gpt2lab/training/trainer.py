@@ -158,7 +158,7 @@ class Trainer:
         Over NCCL a step whose peer has died never ends, and torchrun kills the survivors some time after it has asked.
         """
         signals, grace = self.control.signals, self.saves.grace
-        if grace is None or signals.level == 0 or self.state.step == self.steps.first_step:
+        if grace is None or signals.level == 0 or self.state.step == self.steps.steps_before:
             return False  # the first step may compile, and nothing is lost with it
         waited = time.monotonic() - signals.asked_at
         return waited > max(grace / 2, self.control.margin_seconds)
@@ -235,7 +235,7 @@ class Trainer:
             return self.end_early(reason)
         self.saver.require_labels(self.state.step, self.saves.labels())
         faultpoint("end.before_done", self.state.step)
-        if not ("done" in self.start.recorded and self.state.step == self.steps.first_step):
+        if not ("done" in self.start.recorded and self.state.step == self.steps.steps_before):
             self.logger.event(
                 "done",
                 self.state.step,
