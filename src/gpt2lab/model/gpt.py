@@ -87,14 +87,14 @@ class SumsBiasByRow(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of x, of bias and, unless it is frozen, of weight."""
         x, weight = ctx.saved_tensors
-        of_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.dtype)
+        of_x = (grad @ weight.to(grad.dtype)).to(ctx.dtype)
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = (grad_y.flatten(0, 1).t() @ x.flatten(0, 1)).to(weight.dtype)
-        return of_x, of_weight, grad_y.sum(1, dtype=torch.float32).sum(0)
+            of_weight = (grad.flatten(0, 1).t() @ x.flatten(0, 1)).to(weight.dtype)
+        return of_x, of_weight, grad.sum(1, dtype=torch.float32).sum(0)
 
 
 class KVCache:

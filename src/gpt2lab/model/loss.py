@@ -101,28 +101,26 @@ class GradientInForward(torch.autograd.Function):
         of_target = soft_cap(of_target, cap)
         losses = torch.where(counted, total.log() + top - of_target, 0.0)
         is_target = torch.arange(logits.size(1), device=logits.device) == target  # (N, V)
-        grad_logits = powers * torch.where(counted, 1 / total, 0.0) - is_target.float()
+        grad = powers * torch.where(counted, 1 / total, 0.0) - is_target.float()
         if cap:  # the derivative of the cap
-            grad_logits = grad_logits * (1 + (logits.float() / cap).square()).pow(-1.5)
-        of_bias = None if bias is None else grad_logits.sum(0)
-        ctx.save_for_backward(
-            hidden.to(logits.dtype), weight, grad_logits.to(logits.dtype), of_bias
-        )
+            grad = grad * (1 + (logits.float() / cap).square()).pow(-1.5)
+        of_bias = None if bias is None else grad.sum(0)
+        ctx.save_for_backward(hidden.to(logits.dtype), weight, grad.to(logits.dtype), of_bias)
         ctx.dtype = hidden.dtype
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
         """Return the gradients of hidden and, unless they are frozen, weight and bias."""
-        hidden, weight, grad_logits, of_bias = ctx.saved_tensors
+        hidden, weight, grad, of_bias = ctx.saved_tensors
         of_bias = None if of_bias is None else of_bias * factor
         after: Tensor | float = factor
-        if grad_logits.dtype == torch.float16:  # whose range needs the loss scale before the sums
-            grad_logits, after = grad_logits * factor, 1.0
-        of_hidden = (grad_logits @ weight.to(grad_logits.dtype)).to(ctx.dtype) * after
+        if grad.dtype == torch.float16:  # whose range needs the loss scale before the sums
+            grad, after = grad * factor, 1.0
+        of_hidden = (grad @ weight.to(grad.dtype)).to(ctx.dtype) * after
         of_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = (grad_logits.t() @ hidden).to(weight.dtype) * after
+            of_weight = (grad.t() @ hidden).to(weight.dtype) * after
         return of_hidden, of_weight, None, None, of_bias, None
 
 
