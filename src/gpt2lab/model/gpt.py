@@ -25,6 +25,7 @@ from gpt2lab.model.loss import (
 
 # Of the fp32 logits that an evaluation holds at a time; their log-softmax takes as much again.
 LOGITS_BYTES = 2**28
+_EMBEDDINGS = ("wte.weight", "wpe.weight")
 
 RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
@@ -401,9 +402,7 @@ def build_model(
                 parameter.fill_(1.0)
                 continue
             elif weight_init == "fan_in":
-                std = (
-                    1.0 if name.startswith(("wte", "wpe")) else math.sqrt(0.33 / parameter.size(1))
-                )
+                std = 1.0 if name in _EMBEDDINGS else math.sqrt(0.33 / parameter.size(1))
                 std *= not (is_projection or name == "lm_head.weight")
             else:
                 std = 0.01 if name == "wpe.weight" else 0.02
