@@ -158,10 +158,12 @@ def _warnings(found: Estimate) -> list[str]:
     if found.event_share > _EVENT_SHARE and evals > 2 * _WANTED_SHARE * total:
         wanted = (eval_freq or steps) * evals / (_WANTED_SHARE * (total - evals))
         better = -(-round(wanted) // 50) * 50
-        fix = f"--eval_freq {better} makes it 2 %"
-        if better > steps:  # those before the first step and after the last stay
-            fix = "a smaller --val_tokens makes it less"
-        warnings.append(f"evaluations take {evals / total:.0%} of the time; {fix}")
+        share = f"{evals / total:.0%}"
+        warnings.append(
+            f"evaluations take {share} of the time; --eval_freq {better} makes it 2 %"
+            if better <= steps  # the one before the first step and the last one stay
+            else f"evaluations take {share} of the time; a smaller --val_tokens makes it less"
+        )
     if found.memory.fits is False and (flag := fitting_flag(found.memory)):
         warnings.append(f"mini_batch_size {job.micro_batch} does not fit; {flag} does")
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
