@@ -172,7 +172,10 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
         np.array([ids[one] for one in text], "<u2").tofile(folder / f"{name}.bin")
     meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    assert call("data", "import", folder).returncode == 0
+    assert "give its folder" in call("data", "import", folder / "train.bin").stderr
+    done = call("data", "import", folder)
+    assert (done.returncode, "train with: " in done.stdout) == (0, True)
+    assert "no id" not in done.stderr, "its characters have no end of text"
     flags = [flag for flag in flags_of(tmp_path, "a") if "hellaswag" not in flag]
     pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
     (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")

@@ -8,17 +8,20 @@ gpt2lab data merge data/full data/part1 data/part2
 gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, parse_flags
+from gpt2lab.commands.prepare_data import advise_first_run
 from gpt2lab.config.flags import argument, option, required
 from gpt2lab.data.manifest import end_of_text_of
 from gpt2lab.data.shards import open_data
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.lab.step_tokens import StepTokens
@@ -107,6 +110,12 @@ class Import(ImportOptions):
         out = paths.from_working_directory(self.out) if self.out else None
         manifest = import_folder(folder, self, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
+        if not manifest["documents"] and (end := end_of_text_of(manifest).id) is not None:
+            say(
+                f"warning: no id {end} in the files: another --tokenizer wrote them, or one document"
+            )
+        with contextlib.suppress(GPT2LabError):  # such as of an unknown tokenizer
+            print("\n".join(advise_first_run(out or folder, manifest)))
         return 0
 
 

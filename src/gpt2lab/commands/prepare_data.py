@@ -131,13 +131,13 @@ def prepare(flags: PrepareData) -> Path:
     already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
-        print("\n".join(_advise_first_run(folder, manifest)))
+        print("\n".join(advise_first_run(folder, manifest)))
     else:
         print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder
 
 
-def _advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
+def advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Return lines on a first run on the data: its time, epochs and disk, and at last its command."""
     from gpt2lab.commands.command_line import parse
     from gpt2lab.planner import auto, machine

@@ -159,7 +159,8 @@ def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_separate: bool)
 def _check_places(folder: Path, target: Path) -> None:
     """Check the folders before reading, which may take hours."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
+        which = "a file; give its folder" if folder.exists() else "no such folder"
+        raise DataError(f"{folder}: {which}")
     sweep_temporaries(target)
     if (target / MANIFEST).exists():
         raise DataError(f"{target / MANIFEST}: exists already; check it with gpt2lab data verify")

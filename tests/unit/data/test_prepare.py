@@ -299,11 +299,15 @@ def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(tmp_path, 
     assert os.listdir(tmp_path) == ["corpus.parquet"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty", "paper.pdf"])
+@pytest.mark.parametrize(
+    "name", ["nowhere: no such", "empty: no file", "a.pdf: unknown", "a.bin: .*data import"]
+)
 def test_a_source_that_is_none_is_rejected(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "paper.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=f"{name}: "):
+    for binary in ("a.pdf", "a.bin"):
+        (tmp_path / binary).write_bytes(b"%PDF")
+    name, _, says = name.partition(": ")
+    with pytest.raises(DataError, match=f"{name}: {says}"):
         open_source(str(tmp_path / name), text_column="text")
 
 

@@ -196,7 +196,8 @@ def _local(path: Path, text_column: str) -> TextSource:
     for file in paths:
         kind = kind_of(file.name)
         if kind is None:
-            raise DataError(f"{file}: unknown kind of file; supported: {_KNOWN}")
+            ids = "; token files: gpt2lab data import FOLDER" * (file.suffix in (".bin", ".npy"))
+            raise DataError(f"{file}: unknown kind of file; supported: {_KNOWN}{ids}")
         if not file.is_file():
             raise DataError(f"{file}: not a file (a dangling link?)")
         name = file.relative_to(root).as_posix()
