@@ -1,6 +1,7 @@
 """`gpt2lab runs average`: the mean of a run's checkpoints as a run that says so."""
 
 import json
+import resource
 
 import pytest
 import safetensors.numpy
@@ -64,4 +65,8 @@ def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):
     weights.write_bytes(kept[:-1] + b"?")
     assert "sha256 does not match" in rejected("tiny", "--last=2", "--run_name=x", place)
     weights.write_bytes(kept)
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) // 2, whole[1]))  # as a full disk
+    assert "File too large" in rejected("tiny", "--last=2", place)
+    resource.setrlimit(resource.RLIMIT_FSIZE, whole)
     assert sorted(run.path.parent.iterdir()) == before

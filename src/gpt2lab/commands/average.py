@@ -7,9 +7,10 @@ gpt2lab runs average my_run --last 3 --run_name my_average
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,11 +115,17 @@ def _write(run_dir: Path, infos: list[CheckpointInfo], of: Mapping[str, object])
     files = {key: [data] for key, data in (kept | replaced).items()}
     tokenizer = {k: v for k, v in kept.items() if not k.endswith(".safetensors") and k != _STATE}
     start = history.read_json(newest.path.parent / "run.json") or {}
-    with closing(RunFolder(run_dir)) as folder, system_errors_as(SaveError, run_dir):
+    with (
+        ExitStack() as undo,
+        closing(RunFolder(run_dir)) as folder,
+        system_errors_as(SaveError, run_dir),
+    ):
+        undo.callback(shutil.rmtree, run_dir, ignore_errors=True)
         folder.write_config(
             facts["config"], {**start, "run": run_dir.name, "average_of": of}, tokenizer
         )
         (run_dir / METRICS).touch()  # which `runs verify` reads
         commit(run_dir, Draft(newest.step, files, facts))
         folder.write_status("stopped", step=newest.step, reason="average", exit_code=0)
+        undo.pop_all()
     return run_dir
