@@ -88,7 +88,10 @@ def read_settings(path: Path) -> dict[str, list[str]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{path}: {why}; values to compare are flags: --max_lr 1e-3 2e-3"
+        ) from error
     settings: dict[str, list[str]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
