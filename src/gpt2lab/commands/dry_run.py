@@ -14,6 +14,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, estimate_here, memory_here
+from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs.console import Console
 from gpt2lab.training.extension import Planner
 from gpt2lab.training.plan import describe_plan
@@ -73,7 +74,7 @@ def _as_json(start: Start) -> dict[str, Any]:
         "resumes_from": start.checkpoint.step if start.checkpoint else None,
         "branch_from": start.branch,
         "changes": start.changes,
-        "warnings": start.warnings,
+        "warnings": _warnings(start),
         "config": to_flat(start.config),
     }
 
@@ -97,6 +98,13 @@ def _rows(start: Start) -> Iterator[tuple[str, str]]:
         yield "resumes from", f"step {step}{of} ({plan.max_steps - step} to go)"
     for name, (before, now) in start.changes.items():
         yield "changed", f"{name}: {before} -> {now}"
-    yield from (("warning", warning) for warning in start.warnings)
+    yield from (("warning", warning) for warning in _warnings(start))
     if isinstance(start.data, InstructionData):
         yield "example", "the first conversation, trained on between >>> and <<<"
+
+
+def _warnings(start: Start) -> list[str]:
+    warnings = list(start.warnings)
+    if start.config.system.device == "cuda" and detect_hardware().is_cpu:
+        warnings.append("device cuda: no GPU here; memory and forecast are of this machine's CPU")
+    return warnings

@@ -44,6 +44,7 @@ def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_ru
     [
         (["--num_epochs=4"], []),
         (["--num_epochs=5"], ["--num_epochs 4"]),
+        (["--max_steps=4", "--device=cuda"], ["no GPU here"]),
         (["--max_steps=4", "--n_embd=768", "--n_layer=12", "--vocab_size=50304"], ["_checkpoints"]),
         (["--max_steps=4", "--n_embd=768", "--n_layer=1", "--vocab_size=1280"], []),
     ],
@@ -52,6 +53,7 @@ def test_a_dry_run_forecasts_the_time_and_warns_of_many_epochs_and_large_disk(
     run, monkeypatch, capsys, flags, fixes
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 20 * 10**9))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     dry_run.print_plan(parse([*run.flags, *flags, "--dry_run"]), as_json=True)
     told = json.loads(capsys.readouterr().out)
     span = told["forecast_seconds"]
