@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import served
 from gpt2lab import paths
 from gpt2lab.commands.verbs import VERBS
 from launch import REPOSITORY, Done, call, steps
@@ -33,6 +34,9 @@ def hints(text: str) -> list[tuple[str, ...]]:
 def run(words: tuple[str, ...], folder: Path) -> Done:
     """Run a command in this process; what is interactive reads one line."""
     more = MORE.get(words[0], ())
+    if words[0] == "serve":
+        with served.program(*words[1:], "--device=cpu", f"--checkpoint_dir={folder}/checkpoints"):
+            return Done(0, "", "")
     if words == ("runs", "tensorboard"):
         with socket.create_server(("localhost", 0)) as free:
             more = (f"--port={free.getsockname()[1]}",)
@@ -72,7 +76,7 @@ def test_every_command_that_a_run_tells_works(folder, tokenizer):
             told += hints(run(words, folder).stdout)
     verbs = {key[0] for key in seen}
     told_to_chat = {"finetune", "chat"} if tokenizer == "bytes" else set()
-    assert verbs == {"train", "sample", "report", "runs"} | told_to_chat
+    assert verbs == {"train", "sample", "serve", "report", "runs"} | told_to_chat
     if told_to_chat:
         taken = steps(folder / "checkpoints" / "r_chat")
         assert taken[300]["loss"] < 0.5 * taken[1]["loss"]

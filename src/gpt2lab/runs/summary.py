@@ -1,6 +1,7 @@
 """A run as text: the report at the end of a start, its checkpoints, and the commands that continue it. No torch."""
 
 import contextlib
+import importlib.util
 import string
 import time
 from pathlib import Path
@@ -79,10 +80,13 @@ def _losses(log: Log) -> list[tuple[str, str]]:
 
 
 def commands_after(run_dir: Path) -> list[str]:
-    """Return commands for a complete run: continue prompts, write its report, fine-tune it to answer."""
-    name = run_dir.name
+    """Return commands for a complete run: continue prompts, in a browser too, write its report, fine-tune it."""
+    name, serve = run_dir.name, _command(run_dir, "serve", run_dir.name)
+    if importlib.util.find_spec("uvicorn") is None:
+        serve = f"{paths.program('python')} -m pip install starlette uvicorn && {serve}"
     commands = [
         _command(run_dir, "sample", name, "--interactive"),
+        serve,
         _command(run_dir, "report", name),
     ]
     if program_of(run_dir) == "finetune":
