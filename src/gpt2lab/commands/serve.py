@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
         server.handle_exit = stop
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again at the end
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         print(
             f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
             flush=True,
