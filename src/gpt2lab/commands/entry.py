@@ -58,7 +58,7 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
-                if "JPY_PARENT_PID" in os.environ:  # `!gpt2lab` in a notebook, which keeps each rewritten line
+                if "JPY_PARENT_PID" in os.environ:  # a notebook's, which keeps each rewritten line
                     setattr(stream, "isatty", lambda: False)  # noqa: B010 - as below
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, _interrupt)
