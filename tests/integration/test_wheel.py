@@ -129,12 +129,17 @@ def test_the_notebook_runs_from_top_to_bottom(installed, tmp_path):
     for page in (REPOSITORY / "docs").rglob("*.md"):
         shutil.copy(page, texts / f"{page.stem}_gut.txt")
     code = "from nbclient.cli import main; main()"
-    words = ["first_run.ipynb", "--output", "ran.ipynb", "--allow-errors"]
+    words = ["first_run.ipynb", "--output", "ran.ipynb"]
     path = f"{installed}{os.pathsep}{os.environ['PATH']}"
     places = {"PATH": path, "PYTHONPATH": str(texts.parents[1]), "OMP_NUM_THREADS": "2"}
     run([str(installed / "python"), "-c", code, *words], tmp_path, **places)
-    said = {}
-    for cell in nbformat.read(tmp_path / "ran.ipynb", as_version=4).cells:
-        outputs = cell.get("outputs", ())
-        said[cell.id] = "".join(one.get("text", "") for one in outputs).replace("\r\n", "\n")
-    print(said)
+    cells = nbformat.read(tmp_path / "ran.ipynb", as_version=4).cells
+    outputs = [one for cell in cells for one in cell.get("outputs", ())]
+    assert sum("image/png" in one.get("data", ()) for one in outputs) == 1
+    said = "".join(one.get("text", "") for one in outputs).replace("\r\n", "\n")
+    assert not re.search(r"^(error:|Traceback|.*not found)", said, flags=re.M), said
+    assert re.search(r"^resumed from step [24680]+ \(bit-identical\)$", said, flags=re.M)
+    first, second = re.findall(r"^(\w{64})  checkpoints/\w+/step_00000100/", said, flags=re.M)
+    assert first == second
+    assert "8 x H100" in said
+    assert not re.search(r"\r(?!.*tok/s)", said), "only the two bars of prepare are rewritten"
