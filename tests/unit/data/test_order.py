@@ -1,7 +1,6 @@
 """The order of samples: every window once per epoch, the same on any number of processes, forever."""
 
 import hashlib
-import itertools
 import math
 from pathlib import Path
 
@@ -151,32 +150,10 @@ def test_no_token_is_a_target_twice_and_the_rest_is_counted_as_unused(corpus, sh
     assert order.unused_targets == len(possible - set(targets))
 
 
-@pytest.mark.parametrize("shards", [5, 8, 12])
-def test_every_later_epoch_visits_the_shards_in_another_order(shards):
-    order = Order([50] * shards, context_length=7, shuffle="shards", seed=1337)
-    epochs = [order.shard_order(epoch) for epoch in range(4)]
-    assert len(set(epochs)) == 4
-    assert all(sorted(epoch) == list(range(shards)) for epoch in epochs)
-
-
-def test_shuffle_windows_mixes_shards_and_differs_between_epochs():
-    order = Order([501] * 6, context_length=5, shuffle="windows", seed=3)
-    epochs = [visited(order, epoch) for epoch in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    for epoch in epochs:
-        neighbours = [a[0] == b[0] for a, b in itertools.pairwise(epoch)]
-        assert np.mean(neighbours) == pytest.approx(1 / 6, abs=0.06)  # 600 windows of 6 shards
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 16])
 def test_a_shard_without_a_window_is_rejected_by_its_number(tokens):
     with pytest.raises(DataError, match=rf"shard 1: {tokens} tokens .*context_length 16"):
         Order([100, tokens, 100], context_length=16, shuffle="shards", seed=0)
-
-
-def test_a_shard_of_exactly_one_window_is_enough():
-    order = Order([17], context_length=16, shuffle="shards", seed=0)
-    assert (order.windows_per_epoch, order.unused_targets) == (1, 0)
 
 
 def test_frozen_shard_permutation():
@@ -274,9 +251,3 @@ def test_the_stream_of_batches_is_the_fetched_ones_in_a_row(shards):
     fetched = [fetch_all(shards, "windows", first=first, **how)[0].hash for first in firsts]
     assert hashes == fetched
     assert len(set(hashes)) == 12
-
-
-def test_the_test_corpus_has_the_windows_that_these_tests_count_on():
-    order = Order(list(SIZES), context_length=CONTEXT, shuffle="shards", seed=1337)
-    assert order.windows_per_epoch == sum(math.floor((size - 1) / CONTEXT) for size in SIZES)
-    assert 8 * SAMPLES < order.windows_per_epoch < 9 * SAMPLES  # step 9 crosses an epoch's end

@@ -6,6 +6,7 @@ import errno
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import os
 import sys
@@ -273,30 +274,31 @@ def test_a_bad_line_is_named_and_nothing_half_written_is_left(tmp_path, case, wo
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
 
 
-def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_path):
+def _parquet(cut: int | None = None, **columns: Any) -> bytes:
+    pq.write_table(pa.table(columns), file := io.BytesIO())
+    return file.getvalue()[:cut]
+
+
+BAD_FILES = {  # what is said: the name and the content of the file
+    r"texts/b\.txt: not UTF-8 text at byte 3; convert it with iconv": ("b.txt", b"caf\xe9"),
+    r"b\.parquet.*: .*int64": ("b.parquet", _parquet(text=range(9))),
+    r"b\.parquet.*: .*Parquet": ("b.parquet", _parquet(-20, text=TEXTS)),
+    r"b\.parquet.*: .*no column 'text'": ("b.parquet", _parquet(content=TEXTS, id=range(60))),
+    r"b\.jsonl\.gz: ": ("b.jsonl.gz", gzip.compress(GOOD_LINES)[:-12]),
+    r"b\.jsonl\.zst: ": ("b.jsonl.zst", b"(\xb5/\xfd nothing of the kind"),
+    r"b\.txt\.gz: ": ("b.txt.gz", b"plain"),
+}
+
+
+@pytest.mark.parametrize("says", BAD_FILES)
+def test_a_bad_file_is_named_and_nothing_half_written_is_left(tmp_path, says):
+    name, content = BAD_FILES[says]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("fine " * 1000)
-    (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(
-        DataError, match=r"texts/b\.txt: not UTF-8 text at byte 3; convert it with iconv"
-    ):
+    (tmp_path / "texts" / name).write_bytes(content)
+    with pytest.raises(DataError, match=says):
         run_prepare(tmp_path / "texts", tmp_path / "out")
     assert os.listdir(tmp_path) == ["texts"]
-
-
-BAD_PARQUET = {"int64": {"text": range(9)}, "Parquet": {"text": TEXTS}}
-BAD_PARQUET["no column 'text'"] = {"content": TEXTS, "id": range(len(TEXTS))}
-
-
-@pytest.mark.parametrize("says", BAD_PARQUET)
-def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(tmp_path, says):
-    path = tmp_path / "corpus.parquet"
-    pq.write_table(pa.table(BAD_PARQUET[says]), path)
-    if says == "Parquet":
-        path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=rf"corpus\.parquet.*: .*{says}"):
-        run_prepare(path, tmp_path / "out")
-    assert os.listdir(tmp_path) == ["corpus.parquet"]
 
 
 @pytest.mark.parametrize(

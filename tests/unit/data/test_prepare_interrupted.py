@@ -311,21 +311,6 @@ def test_a_shard_that_cannot_be_linked_is_copied_and_flushed(tmp_path, monkeypat
     assert {path.name for path in (tmp_path / "out").glob("*_train_*")} <= set(flushed)
 
 
-ARCHIVES = {
-    "a.jsonl.gz": gzip.compress(b'{"text": "x"}\n' * 3000)[:-12],
-    "a.jsonl.zst": b"(\xb5/\xfd nothing of the kind",
-    "a.txt.gz": b"plain",
-}
-
-
-@pytest.mark.parametrize("name", ARCHIVES)
-def test_a_damaged_archive_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes(ARCHIVES[name])
-    with pytest.raises(DataError, match=f"{name}: "):
-        run_prepare(tmp_path / name, tmp_path / "out")
-    assert os.listdir(tmp_path) == [name]
-
-
 def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     text = "".join(MANY) * 60
     (tmp_path / "long.txt").write_text(text)
