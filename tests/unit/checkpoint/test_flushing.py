@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from gpt2lab.checkpoint import catalog, manifest, store
-from gpt2lab.errors import CheckpointError, SaveError
+from gpt2lab.errors import CheckpointError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from whole_run import Run
@@ -144,19 +144,6 @@ def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_star
         path.write_text("{")
     RunFolder(tmp_path / "run").close()
     assert [path.exists() for path in (*left, *others)] == [False, False, True, True, True]
-
-
-def test_an_io_error_is_one_line_that_names_the_file(run, listen):
-    def hear(name: str, path: Path) -> None:
-        if name == "fsync" and path.name.startswith(".config.json"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    listen(hear)
-    with pytest.raises(SaveError) as caught:
-        run.train("--max_steps=2")
-    found = caught.value
-    assert str(found).startswith(f"{run.path / 'config.json'}: Input/output error; ")
-    assert "\n" not in str(found)
 
 
 def test_weights_that_the_disk_does_not_give_are_one_line(run, monkeypatch):
