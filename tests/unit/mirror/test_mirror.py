@@ -81,16 +81,6 @@ def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(url, run_dir, 
     assert not list(fresh.glob(".tmp-*"))
 
 
-def test_a_copy_without_its_manifest_is_none_and_is_done_again(url, run_dir):
-    mirror, folder = connect(url, "run"), commit(run_dir, 1)
-    copy_to(mirror, folder)
-    place = f"{mirror._root}/{copy_name(manifest.read_manifest(folder))}"
-    mirror.fs.rm_file(f"{place}/manifest.json")
-    assert steps(connect(url, "run")) == []
-    copy_to(mirror, folder)
-    assert steps(connect(url, "run")) == [1]
-
-
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "manifest.json", "of_run.json", "metrics.jsonl.gz"]
 )
@@ -399,15 +389,6 @@ else:
 def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
     done = launch.python("-c", _PROGRAM, verb, url, folder, FAULT=f"{fault}:kill9@1")
     assert done.returncode == -9, done.stderr
-
-
-def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir, bucket):
-    url = f"file://{bucket}"
-    run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
-    mirror = connect(url, "run")
-    copy_to(mirror, commit(run_dir, 2))
-    mirror.retire({}, keep=1, keep_emergency=1)
-    assert [path.name[:13] for path in (bucket / "run").glob("step_*")] == ["step_00000002"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])

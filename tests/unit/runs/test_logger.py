@@ -79,8 +79,9 @@ def test_a_name_that_is_no_text_can_be_logged(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "run caf\\udce9\n"
 
 
-@pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}"])
-def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn):
+@pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}", b"x" * 100, b"x" * 1000])
+def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn, monkeypatch):
+    monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)  # which some are longer than
     whole = b"".join(whole_line(step) for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]

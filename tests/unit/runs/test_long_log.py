@@ -13,7 +13,6 @@ from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import overview, summary
 from gpt2lab.runs.events import COLUMNS
 from gpt2lab.runs.history import current, open_log, read_events, read_log
-from gpt2lab.runs.logger import MetricsLogger
 from long_logs import BUDGET, damage_lines, lines_of_a_start, long_run_of, peak_bytes
 
 
@@ -109,13 +108,6 @@ def test_a_long_log_costs_little_memory(long_run, name):
     assert peak_bytes(READERS[name], long_run) < BUDGET
 
 
-def test_a_log_without_a_single_event_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("no\n")
-    with pytest.raises(GPT2LabError, match="line 1: not JSON"):
-        read_log(tmp_path)
-    assert "line 1" in str(overview.read_run(tmp_path).problem)
-
-
 def test_a_resume_over_damaged_lines_continues_with_the_same_bits(run, straight, capsys):
     common = ["--max_steps=26", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10"]
     run.train(*common, "--stop_after_steps=15")
@@ -125,14 +117,3 @@ def test_a_resume_over_damaged_lines_continues_with_the_same_bits(run, straight,
     [resumed] = run.events("resume")
     assert resumed["verified_batches"] == [10, 11]
     assert run.losses(attempt=2) == {n: loss for n, loss in straight.losses().items() if n > 10}
-
-
-def test_a_long_torn_line_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)
-    log = tmp_path / "metrics.jsonl"
-    log.write_text("".join(lines_of_a_start(5)))
-    whole = log.read_bytes()
-    for torn in (b"x" * 1000, b"x" * 100, b"x"):
-        log.write_bytes(whole + torn)
-        MetricsLogger(tmp_path, attempt=2).close()
-        assert log.read_bytes() == whole
