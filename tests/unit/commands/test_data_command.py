@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import launch
-from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
+from corpora import TEXTS, expected_stream, run_prepare, write_jsonl
 from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
@@ -17,7 +17,7 @@ from gpt2lab.data.verify import measure, measure_overlap, verify
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
-from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
+from tiny import VOCAB, parse, pretrain, write_shards
 
 
 def data(*words: object) -> tuple[int, str, str]:
@@ -138,19 +138,6 @@ def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
         ids = np.random.RandomState(size).randint(0, largest, size).astype("<u2")
         ids.tofile(folder / f"{split}.bin")
     return folder
-
-
-def test_nanogpts_files_train_as_they_are(tmp_path, tiny_flags):
-    folder = write_nanogpt(tmp_path / "openwebtext")
-    before = snapshot(folder)
-    import_folder(folder)
-    after = snapshot(folder)
-    assert {name: after[name] for name in before} == before
-    pretrain(parse([*tiny_flags, f"--data_dir={folder}", "--max_steps=3"]))
-    tokens = tokens_of_step(tmp_path / "runs" / "tiny", 2)
-    raw = np.fromfile(folder / "train.bin", "<u2")
-    first = tokens.first_sample * CONTEXT
-    assert tokens.windows[0].tolist() == raw[first : first + CONTEXT + 1].tolist()
 
 
 def test_characters_are_not_taken_for_gpt2_ids(tmp_path):

@@ -19,7 +19,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.lab.compare import compare
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
-from gpt2lab.tokenizers.plain import BYTES
 from launch import SCRIPTS, ask
 from tiny import CONTEXT, flags_of, make_tokens, parse, pretrain, write_items, write_shards
 
@@ -151,28 +150,6 @@ def test_rejections_are_one_line(folder, monkeypatch):
     line = rejected("a", "--hellaswag", "--hellaswag_path=gone.jsonl")
     assert "gone.jsonl: cannot be read" in line
     assert "val_tokens 0 must be at least 1" in rejected("a", "--val_tokens=0")
-
-
-def test_another_tokenizer_is_rejected(folder):
-    other = write_shards(folder / "other", train=(500,), val=(500,))
-    files = [
-        {
-            "name": path.name,
-            "split": path.name.split("_")[1],
-            "tokens": 500,
-            "bytes": path.stat().st_size,
-            "max_id": 255,
-            "sha256": "0" * 64,
-        }
-        for path in sorted(other.glob("*.npy"))
-    ]
-    manifest = {"format": "gpt2lab-shards/1", "tokenizer": BYTES.record(), "files": files}
-    manifest |= {"fingerprint": fingerprint_of(manifest)}
-    (other / "shards.json").write_text(json.dumps(manifest))
-    code, line = ask("evaluate.py", "a", "--val=other", folder=folder)
-    assert code == 2
-    assert "its ids are bytes, 257 ids" in line
-    assert "but a was trained with GPT-2, 50,257 ids" in line
 
 
 def test_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):

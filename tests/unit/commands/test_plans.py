@@ -6,11 +6,8 @@ from collections import namedtuple
 
 import pytest
 
-import gpt2lab
 import launch
-from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands import dry_run
-from gpt2lab.tokenizers.plain import BYTES
 from launch import TRAIN
 from tiny import parse
 from whole_run import Run
@@ -91,16 +88,6 @@ def test_a_saved_command_line_means_the_same(name, tmp_path):
 def test_what_cannot_be_saved_is_rejected_and_not_written(flags, tmp_path):
     assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_by_another_run_s_settings_takes_the_vocabulary_of_its_own_data(run, tmp_path):
-    write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
-    run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
-    run.train("--max_steps=2", "--vocab_size=50304")
-    changes = {"data_dir": tmp_path / "data", "run_name": "b", "max_steps": 3, "sample_tokens": 4}
-    begun = gpt2lab.train(gpt2lab.open_run(run.path).config, **changes)
-    assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
-    assert begun.metrics("sample")
 
 
 def test_verify_belongs_to_the_list_of_checkpoints(run):

@@ -188,26 +188,6 @@ def line_gradients(
     return 2 * error.T @ inputs / batch.num_targets, 2 * error.sum(axis=0) / batch.num_targets
 
 
-def test_three_steps_equal_a_handwritten_adamw(strategy):
-    net, config = Line(), OptimConfig(weight_decay=0.1)
-    optimizers = build_optimizers(net, config, device=CPU)
-    values = [one.detach().double().numpy().copy() for one in (net.matrix, net.vector)]
-    decays, (beta1, beta2), epsilon = (0.1, 0.0), (0.9, 0.95), 1e-8
-    moments = [(np.zeros_like(value), np.zeros_like(value)) for value in values]
-    for n, lr in ((1, 0.01), (2, 0.05), (3, 0.02)):
-        batch = line_batch(n)
-        train_step(net, optimizers, batch, lr, strategy=strategy, grad_clip=0.0, seed=n)
-        gradients = line_gradients(*values, batch)
-        for i, gradient in enumerate(gradients):
-            mean = beta1 * moments[i][0] + (1 - beta1) * gradient
-            square = beta2 * moments[i][1] + (1 - beta2) * gradient**2
-            moments[i] = (mean, square)
-            update = (mean / (1 - beta1**n)) / (np.sqrt(square / (1 - beta2**n)) + epsilon)
-            values[i] = values[i] * (1 - lr * decays[i]) - lr * update
-        np.testing.assert_allclose(net.matrix.detach(), values[0], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(net.vector.detach(), values[1], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(0.5, True), (1e6, False), (0.0, False)])
 def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(strategy, grad_clip, clipped):
     net = Line()
