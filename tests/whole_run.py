@@ -58,11 +58,11 @@ class Run:
         done = launch.train_in_forks([*self.flags, *more], world=world, FAULT=fault)
         assert done.returncode != 0
 
-    def rejected(self, *more: str) -> GPT2LabError:
+    def rejected(self, *more: str, kind: type[GPT2LabError] = GPT2LabError) -> GPT2LabError:
         """Return the rejection, without its traceback: the frames in it would keep the run locked."""
         try:
             self.train(*more)
-        except GPT2LabError as error:
+        except kind as error:
             return error.with_traceback(None)
         pytest.fail("this start should have been rejected")
 

@@ -56,8 +56,7 @@ def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monke
 def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned):
     common = ["--max_steps=9", "--checkpoint_freq=3", "--eval_freq=0", planned]
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
-    rejection = run.rejected(*common)
-    assert isinstance(rejection, SaveError)
+    rejection = run.rejected(*common, kind=SaveError)
     assert rejection.exit_code == 75
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 75)
     assert list(run.checkpoints()) == [3]
@@ -84,8 +83,7 @@ def test_a_disk_that_takes_nothing_at_the_start_is_one_line_and_leaves_nothing(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    rejection = run.rejected("--max_steps=4", "--resume=latest")
-    assert isinstance(rejection, SaveError)
+    rejection = run.rejected("--max_steps=4", "--resume=latest", kind=SaveError)
     wording(rejection)
     assert run.listing().keys() == before
     monkeypatch.undo()
@@ -171,8 +169,7 @@ def test_a_full_device_ends_in_one_line_with_the_lever(where, saved, run, monkey
         return taken[0]
 
     monkeypatch.setattr(owner, name, call)
-    rejection = run.rejected("--max_steps=3")
-    assert isinstance(rejection, OutOfMemoryError)
+    rejection = run.rejected("--max_steps=3", kind=OutOfMemoryError)
     assert rejection.exit_code == 1
     assert "2.00 GiB" in str(rejection)
     assert "--mini_batch_size" in str(rejection)

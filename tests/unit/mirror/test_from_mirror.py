@@ -138,9 +138,7 @@ def test_a_damaged_newest_copy_is_passed_over_with_a_warning(mirrored, there, bu
 def test_copies_of_which_none_is_sound_are_never_begun_afresh(there, bucket):
     for path in bucket.glob("tiny/step_*/state.json"):
         path.write_bytes(b"{}")
-    rejection = there.rejected("--resume=auto")
-    assert isinstance(rejection, CheckpointError)
-    assert "no sound checkpoint" in str(rejection)
+    assert "no sound checkpoint" in str(there.rejected("--resume=auto", kind=CheckpointError))
     assert not list(there.path.glob("step_*"))
 
 
@@ -155,9 +153,7 @@ def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
 @pytest.mark.usefixtures("mirrored")
 def test_another_run_of_the_name_is_rejected_before_anything_is_written(there, bucket):
     before = {path: path.stat().st_mtime_ns for path in bucket.rglob("*")}
-    rejection = there.rejected()
-    assert isinstance(rejection, ConfigError)
-    assert "another run of this name" in str(rejection)
+    assert "another run of this name" in str(there.rejected(kind=ConfigError))
     assert not there.path.exists()
     there.flags = [flag for flag in there.flags if "mirror" not in flag]
     there.train("--stop_after_steps=2")
@@ -264,8 +260,7 @@ class Broken(MemoryFileSystem):
 def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(tiny_data, tmp_path):
     fsspec.register_implementation("broken", Broken, clobber=True)
     run = Run(tiny_data, tmp_path / "here", *COMMON, "--checkpoint_mirror=broken://bucket")
-    rejection = run.rejected("--resume=auto")
-    assert "cannot be read (PermissionError: Access Denied)" in str(rejection)
+    assert "cannot be read (PermissionError: Access Denied)" in str(run.rejected("--resume=auto"))
     assert not run.path.exists()
     run.train("--stop_after_steps=4")
     run.train("--resume=auto")

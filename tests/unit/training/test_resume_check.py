@@ -88,8 +88,7 @@ def test_a_difference_is_rejected_before_anything_is_written(
     crash_after(run, 5, monkeypatch)
     launch.edit_step(run.path, step, **values)
     before = run.listing()
-    rejection = run.rejected(*COMMON, "--resume=3")
-    assert isinstance(rejection, CheckpointError)
+    rejection = run.rejected(*COMMON, "--resume=3", kind=CheckpointError)
     assert message in str(rejection)
     assert rejection.exit_code == 2
     after = run.listing()
