@@ -3,6 +3,7 @@
 import json
 import resource
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -10,7 +11,10 @@ import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.commands.average import main
 from gpt2lab.errors import GPT2LabError
-from tiny import evaluated
+from gpt2lab.runs.summary import describe_run
+from gpt2lab.training.extension import Extension, LiveRun
+from gpt2lab.training.pretrain import pretrain
+from tiny import evaluated, flags_for, parse
 from whole_run import Run
 
 
@@ -70,3 +74,87 @@ def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):
     assert "File too large" in rejected("tiny", "--last=2", place)
     resource.setrlimit(resource.RLIMIT_FSIZE, whole)
     assert sorted(run.path.parent.iterdir()) == before
+
+
+TAIL = {"max_steps": 8, "checkpoint_freq": 1, "average_tail": 0.5}
+
+
+def tensors(run: Run, step: int, file: str = "model") -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(
+        run.path / manifest.folder_name(step) / f"{file}.safetensors"
+    )
+
+
+def means(run: Run, step: int) -> dict[str, np.ndarray]:
+    return {k: v for k, v in tensors(run, step, "optim").items() if k.endswith("/average")}
+
+
+def assert_mean_of(run: Run, first: int, last: int, *, at: int = 8) -> None:
+    """The mean in the checkpoint of step `at` is that of the weights saved after steps `first` to `last`."""
+    parts = [tensors(run, step) for step in range(first, last + 1)]
+    found = means(run, at)
+    assert {f"{name}/average" for name in parts[0]} == found.keys()
+    for name in parts[0]:
+        mean = np.mean([part[name] for part in parts], axis=0, dtype="float64")
+        assert found[f"{name}/average"] == pytest.approx(mean, rel=1e-6, abs=1e-8), name
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (1, {"optimizer": "normuon"}),
+        (2, {"parallel": "ddp"}),
+        (2, {"parallel": "zero1", "optimizer": "muon"}),
+        (2, {"parallel": "fsdp"}),
+    ],
+    ids=str,
+)
+def test_a_tail_is_the_mean_of_its_weights_changes_no_bit_and_resumes_to_the_same(
+    tiny_run, world, more
+):
+    plain = tiny_run(world=world, **{**TAIL, **more, "average_tail": 0})
+    run = tiny_run(world=world, **TAIL, **more)
+    assert run.bits()[:2] == plain.bits()[:2]
+    assert not means(run, 4)
+    assert_mean_of(run, 5, 8)
+    cut = tiny_run()
+    cut.train("--stop_after_steps=6", world=world, **TAIL, **more)
+    cut.train("--resume=latest", world=world)
+    assert cut.bits() == run.bits()
+    assert [cut.events("done")[0][key] for key in ("val_loss", "val_loss_average")] == [
+        run.events("done")[0][key] for key in ("val_loss", "val_loss_average")
+    ]
+    (loss,) = [event["val_loss_average"] for event in run.events("done")]
+    place = f"--checkpoint_dir={run.path.parent}"
+    assert main(["tiny", place]) == 0
+    assert evaluated("tiny_average", run.path.parent).val_loss == pytest.approx(loss, rel=1e-5)
+    assert loss != run.events("done")[0]["val_loss"]
+    assert "val_loss_average" not in plain.events("done")[0]
+
+
+def test_a_changed_tail_holds_no_step_before_it_and_none_is_missing(tiny_run):
+    run = tiny_run()
+    run.train("--stop_after_steps=6", **TAIL)
+    assert_mean_of(run, 5, 6, at=6)
+    longer = ("--resume=latest", "--max_steps=14", "--allow_change=max_steps")
+    run.train(*longer, "--stop_after_steps=9")  # the tail begins after step 7 now
+    assert not means(run, 7)
+    assert_mean_of(run, 8, 9, at=9)
+    run.train("--resume=latest", "--average_tail=0", "--stop_after_steps=10")
+    assert not means(run, 10)
+    assert "holds no mean" in rejected("tiny", f"--checkpoint_dir={run.path.parent}")
+    run.train("--resume=latest", "--average_tail=1")
+    assert_mean_of(run, 11, 14, at=14)
+    assert run.checkpoints()[14].manifest["average_from"] == 10
+    assert "with the mean of the last weights" in describe_run(run.path)
+
+
+def test_the_weights_are_back_after_the_mean_is_measured(tiny_run):
+    class Last(Extension):
+        def started(self, run: LiveRun) -> None:
+            self.model = run.components.model
+
+    last, run = Last(), tiny_run()
+    pretrain(parse([*run.flags, *flags_for(**TAIL)]), extensions=[last])
+    saved = tensors(run, 8)
+    assert all((saved[name] == p.numpy()).all() for name, p in last.model.state_dict().items())

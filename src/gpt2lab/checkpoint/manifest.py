@@ -54,6 +54,7 @@ _OPTIONAL = {
     "val_loss": or_null(NUMBER),
     "best_val_loss": or_null(NUMBER),
     "order_version": COUNT,
+    "average_from": or_null(COUNT),
     "tokenizer": OBJECT,
     **dict.fromkeys(("initial_weights", "branch_from"), or_null(OBJECT)),
 }

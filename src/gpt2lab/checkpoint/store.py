@@ -31,6 +31,7 @@ from gpt2lab.optim.optimizers import SHAPED_STATE
 
 NOT_FINITE, OVERFLOW = "not finite", "overflow"
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
+AVERAGE = "average"  # of a weight's state: the mean of --average_tail
 _ALIGNMENT = 64  # bytes, of tensors in the staging buffer
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
 # safetensors' names of the types of tensors, in its order: tensors of the last type come first in a file.

@@ -1,5 +1,8 @@
 """Average the weights of a run's newest checkpoints into a new run, whose one checkpoint says so.
 
+Without --last they are the mean that --average_tail keeps in the newest checkpoint.
+
+gpt2lab runs average latest
 gpt2lab runs average latest --last 5
 gpt2lab runs average my_run --last 3 --run_name my_average
 """
@@ -13,13 +16,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import Draft, commit, verify
 from gpt2lab.commands.parser import parse_flags
-from gpt2lab.config.flags import RUN, argument, option, required
+from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
@@ -30,7 +34,8 @@ from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.target import find_run
 
 _OF_FILES = ("format", "files", "manifest_sha256")  # of a manifest: what `commit` writes itself
-_MODEL, _STATE = "model.safetensors", "state.json"
+_MODEL, _OPTIM, _STATE = "model.safetensors", "optim.safetensors", "state.json"
+_MEAN = "/average"  # of a weight in _OPTIM
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,10 @@ class Average:
     """Average the weights of a run's newest checkpoints; optimizer and counts are those of the newest."""
 
     run: str = argument(RUN)
-    last: int = required("so many of the newest checkpoints, at least 2")
+    last: int | None = option(
+        None,
+        "so many of the newest checkpoints, at least 2; default the mean that --average_tail keeps in the newest",
+    )
     run_name: str | None = option(
         None, "name of the new run, beside the other; default RUN_averageN"
     )
@@ -53,13 +61,18 @@ def main(argv: list[str]) -> int:
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged:
         raise damaged[0]
-    if not 2 <= flags.last <= len(infos):
+    if flags.last is not None and not 2 <= flags.last <= len(infos):
         steps = ", ".join(str(info.step) for info in infos) or "none"
         raise ConfigError(
             f"--last {flags.last}: the checkpoints of {run_dir.name} are {steps}; an average takes 2 or more of them"
         )
-    infos = infos[-flags.last :]
-    name = flags.run_name or f"{run_dir.name}_average{flags.last}"
+    infos = infos[-(flags.last or 1) :]
+    begin = infos[-1].manifest.get("average_from") if infos else None
+    if flags.last is None and (begin is None or infos[-1].step <= begin):
+        raise ConfigError(
+            f"{run_dir.name}: its newest checkpoint holds no mean of --average_tail; give --last N checkpoints"
+        )
+    name = flags.run_name or f"{run_dir.name}_average{flags.last or ''}"
     if problems := find_problems(override(Config(), {"run_name": name})):
         raise ConfigError("; ".join(problems))
     if (run_dir.parent / name).exists():
@@ -68,10 +81,14 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{run_dir.name}: trained with --lora_r; the average of factors is not that of their products"
         )
-    of = {"run": run_dir.name, "steps": [info.step for info in infos]}
+    of: dict[str, object] = {"run": run_dir.name, "steps": [info.step for info in infos]}
+    steps = ", ".join(str(info.step) for info in infos)
+    if flags.last is None:
+        assert begin is not None
+        of = {"run": run_dir.name, "tail": [begin + 1, infos[-1].step]}
+        steps = f"{begin + 1} to {infos[-1].step}"
     folder = _write(run_dir.parent / name, infos, of)
     found = {"run_name": name, "folder": str(folder), "average_of": of}
-    steps = ", ".join(map(str, of["steps"]))
     next_ = fmt.command_line(
         [*paths.command_words("evaluate"), name]
         + [f"--checkpoint_dir={flags.checkpoint_dir}"] * (flags.checkpoint_dir is not None)
@@ -94,12 +111,13 @@ def _write(run_dir: Path, infos: list[CheckpointInfo], of: Mapping[str, object])
     with doing("averaging the weights"):
         for info in infos:
             verify(info.path)
-        total = {
-            k: v.double() for k, v in safetensors.torch.load_file(infos[0].path / _MODEL).items()
-        }
-        for info in infos[1:]:
-            for key, tensor in safetensors.torch.load_file(info.path / _MODEL).items():
-                total[key] += tensor
+        file, ending = (_OPTIM, _MEAN) if "tail" in of else (_MODEL, "")
+        total: dict[str, Any] = {}
+        for info in infos:
+            for key, tensor in safetensors.torch.load_file(info.path / file).items():
+                if key.endswith(ending):
+                    name = key.removesuffix(ending)
+                    total[name] = tensor.double() + total.get(name, 0)
         mean = {key: (tensor / len(infos)).float() for key, tensor in total.items()}
     newest = infos[-1]
     content = json.loads((newest.path / _STATE).read_bytes())

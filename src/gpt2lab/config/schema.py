@@ -245,6 +245,13 @@ class OptimConfig:
         above=0,
     )
     grad_clip: float = guarded(1.0, "clip the gradient to this L2 norm; 0 = no clipping", least=0)
+    average_tail: float = free(
+        0.0,
+        "keep the mean of the weights over this last fraction of the run, measured at its end, for `runs average RUN`; "
+        "0 = none",
+        least=0,
+        most=1,
+    )
     on_spike: Literal["warn", "skip", "rewind"] = guarded(
         "warn",
         "on a loss 6 standard deviations above the last 128: warn, skip the update, or rewind and skip the data",

@@ -294,6 +294,10 @@ def find_problems(config: Config) -> list[str]:
         ),
         (len(lengths) > 1, both_set_length(lengths)),
         (
+            flat["average_tail"] and flat["lora_r"],
+            "average_tail: the mean of LoRA's factors is not that of their products; leave one out",
+        ),
+        (
             parallel == "fsdp" and flat["reduce"] == "exact",
             "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
         ),

@@ -62,8 +62,8 @@ def from_local_rows(rows: torch.Tensor, mesh: DeviceMesh, like: torch.Tensor) ->
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor; the same memory."""
-    return tensor.to_local()  # type: ignore[attr-defined]
+    """Return this rank's rows of a sharded tensor, and all of another; the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

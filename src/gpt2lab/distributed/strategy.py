@@ -22,7 +22,7 @@ from gpt2lab.config.schema import ActivationCheckpointing, SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.compilation import compile_step
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.sharding import is_sharded, local_rows, rows_of, sharded
+from gpt2lab.distributed.sharding import local_rows, rows_of, sharded
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import LossScale, sum_of_squares
 
@@ -229,8 +229,7 @@ class Strategy:
 
         It is multiplied by max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
         """
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        gradients = [rows_of(g) if is_sharded(g) else g for g in gradients]
+        gradients = [rows_of(p.grad) for p in model.parameters() if p.grad is not None]
         if self._scatters:
             gradients = [local_rows(g, self._mesh) for g in gradients]
         if self.loss_scale is not None:  # a power of 2: it rounds nothing

@@ -131,7 +131,7 @@ class BucketAdamW(AdamW):
         self._moments[bucket] = mean, square, steps
         views = zip(bucket.owned, steps, bucket.unpack(mean), bucket.unpack(square), strict=True)
         for own, step, first, second in views:
-            self.state[own] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            self.state[own] |= {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

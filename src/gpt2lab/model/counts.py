@@ -73,14 +73,16 @@ def checkpoint_bytes(config: Config) -> int:
     """Return the tensor bytes of one checkpoint: weights and optimizer state, fp32.
 
     AdamW keeps two moments of each trained weight; Muon keeps one, for the matrices of the blocks, and NorMuon a number
-    for each of their rows. The files are larger by their headers and state: about 200 bytes a tensor and 10 kB a rank.
+    for each of their rows. --average_tail keeps a mean of each weight. The files are larger by their headers and state:
+    about 200 bytes a tensor and 10 kB a rank.
     """
     model = config.model
     if config.tuning.lora_r:
         return 4 * count_parameters(model) + 12 * count_adapters(model, config.tuning)
     in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.has_muon else 0
     rows = count_rows(model) if config.optim.optimizer == "normuon" else 0
-    return 12 * count_parameters(model) - 4 * in_blocks + 4 * rows
+    each = 12 + 4 * (config.optim.average_tail > 0)
+    return each * count_parameters(model) - 4 * in_blocks + 4 * rows
 
 
 def count_rows(model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.config.schema import Config, ModelConfig, Optimizer, Parallel, uses_muon
+from gpt2lab.config.schema import Config, ModelConfig, OptimConfig, Parallel
 from gpt2lab.model.counts import (
     count_adapters,
     count_block_matrices,
@@ -123,7 +123,7 @@ class StepMemory:
         self.is_untied, self.is_capped = model.head == "untied", model.logit_cap > 0
         self._count_elements(model, micro_batch * model.context_length)
         self._count_activations(config, accumulation)
-        self._count_state(model, config.optim.optimizer, parallel, adapters)
+        self._count_state(model, config.optim, parallel, adapters)
         self._count_gradients(accumulation, adapters)
 
     def _count_elements(self, model: ModelConfig, tokens: int) -> None:
@@ -173,7 +173,7 @@ class StepMemory:
             self.inputs += tokens * ((8 if self.each.rms and not self.frozen else 4) * C + 8)
 
     def _count_state(
-        self, model: ModelConfig, optimizer: Optimizer, parallel: Parallel, adapters: int
+        self, model: ModelConfig, optim: OptimConfig, parallel: Parallel, adapters: int
     ) -> None:
         """Count the weights and the optimizer's state that a rank holds, and what an update adds to them."""
         W, trained = self.world_size, adapters or self.N
@@ -181,10 +181,11 @@ class StepMemory:
         self.params = 4 * (self.N + adapters) // share  # that a rank always holds
         self.around = 4 * (self.N - self.L * self.in_block)  # weights outside the blocks
         self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
-        muon = 12 * self.matrix * self.L if uses_muon(optimizer) else 0  # weights with one moment
-        rows = count_rows(model) if optimizer == "normuon" else 0
+        muon = 12 * self.matrix * self.L if optim.has_muon else 0  # weights with one moment
+        rows = count_rows(model) if optim.optimizer == "normuon" else 0
         updaters = 1 if parallel == "ddp" else W
-        self.optimizer = (8 * trained - 4 * muon) // updaters + 4 * rows
+        moments = 8 + 4 * (optim.average_tail > 0)
+        self.optimizer = (moments * trained - 4 * muon) // updaters + 4 * rows
         # Of Muon: four times the matrices of one shape, a third of all; sharded, a rank's share of them.
         self.rounds = 4 * 4 * muon // 3 // updaters
         embedding = 0 if adapters else 4 * self.vocab

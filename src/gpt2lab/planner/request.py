@@ -46,7 +46,7 @@ DEFAULT_TOKENS = 10_000_000_000  # the full run of the README, where no length i
 SETTINGS = (
     *("model", "n_layer", "n_head", "n_embd", "context_length", "vocab_size"),
     *("data_dir", "data_weights_at", "total_batch_size", "mini_batch_size"),
-    *("optimizer", "max_lr", "warmup_steps"),
+    *("optimizer", "max_lr", "warmup_steps", "average_tail"),
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
     *("dtype", "compile", "parallel", "fsdp_param_dtype", "activation_checkpointing"),
 )

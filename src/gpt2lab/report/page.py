@@ -135,6 +135,8 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         last = [event for event in evals.values() if event["val_loss"] is not None][-1]
         bits = f"; {last['bits_per_byte']:.4f} bits/byte" if last.get("bits_per_byte") else ""
         note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}{bits}"
+        if log.average_loss is not None:
+            note += f"; mean of the last weights {log.average_loss:.4f}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]

@@ -73,7 +73,7 @@ _FORMS: dict[str, tuple[Rules, Rules]] = {
     "checkpoint": ({}, {"path": STRING, "bytes": COUNT}),
     "warning": ({"message": STRING}, {}),
     "stop": ({"reason": STRING}, {}),
-    "done": ({"reason": STRING}, {}),
+    "done": ({"reason": STRING}, {"val_loss_average": _NUMBER}),
 }
 
 

@@ -223,6 +223,12 @@ class Log:
         begin = self.last_begin
         return begin is not None and begin["max_steps"] in self.current("done")
 
+    @property
+    def average_loss(self) -> float | None:
+        """The validation loss of a complete run with the mean of its last weights; None without --average_tail."""
+        begin = self.last_begin
+        return begin and self.current("done").get(begin["max_steps"], {}).get("val_loss_average")
+
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return all events of these kinds, other than steps, in order."""
         return [event for event in self.events if event["event"] in kinds]

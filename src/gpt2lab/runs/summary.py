@@ -68,6 +68,8 @@ def _losses(log: Log) -> list[tuple[str, str]]:
             f"at step {final['step']:,}; best {fmt.number(best['val_loss'])} at step {best['step']:,}"
         )
         rows.append(("validation loss", text))
+        if log.average_loss is not None:
+            rows.append(("", f"{fmt.number(log.average_loss)} with the mean of the last weights"))
         epochs = last.get("epochs_by_source", {}) if last else {}
         rows += [
             ("", f"{name:<15} {fmt.number(loss)} after {epochs.get(name, 0.0):.2f} epochs")

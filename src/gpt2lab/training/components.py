@@ -15,6 +15,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.average import TailAverage
 from gpt2lab.training.control import Control
 from gpt2lab.training.heartbeat import Heartbeat
 from gpt2lab.training.progress import RunClock
@@ -34,6 +35,7 @@ class Components:
     model: GPT  # plain: evaluated, sampled and saved
     trained: nn.Module  # the same weights, compiled and distributed
     optimizers: list[torch.optim.Optimizer]
+    average: TailAverage
     batches: Batches
     state: TrainState  # the run's state at the beginning of this start
     resume_check: ResumeCheck | None  # of a resume

@@ -30,6 +30,7 @@ class Evaluator:
         self.config, self.run_dir = components.start.config, components.start.run_dir
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
+        self.average = components.average
         self.tokenizer = components.start.tokenizer
         # As announced; of conversations only the answers count.
         T = self.config.model.context_length
@@ -91,6 +92,23 @@ class Evaluator:
         if self.is_over(state):
             self.control.has_ended = "early stopping"
         return state
+
+    def evaluate_average(self, state: TrainState) -> dict[str, float] | None:
+        """Return the validation loss of the mean of the last weights, {} without a mean, None if all were to stop."""
+        if not (count := self.average.num_steps(state.step)):
+            return {}
+        began = time.monotonic()
+        of = f"{self.place(state)} | mean of the weights after the last {count:,} steps"
+        with (
+            self.logger.waiting(f"{of}: evaluating"),
+            self.average.in_weights(),
+            self.strategy.full_model(self.model) as model,
+        ):
+            result = self.validation.measure(model, interrupted=self.control.is_interrupted)
+        if result is None:
+            return None
+        self.logger.say(f"{of} | {validation_line(result, time.monotonic() - began)}")
+        return {"val_loss_average": result.val_loss}
 
     def is_over(self, state: TrainState) -> bool:
         """Tell whether the last evaluations in a row brought nothing: a function of the state, so a resume agrees."""

@@ -49,6 +49,7 @@ from gpt2lab.runs import history, summary
 from gpt2lab.runs.console import doing
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.average import TailAverage
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
 from gpt2lab.training.evaluator import Evaluator
@@ -262,8 +263,11 @@ def build(
         state = runtime.on_all_ranks(lambda: load_state(start, model, optimizers, runtime))
         if against_log == "compare":
             check = runtime.on_rank_zero(lambda: check_resume(start, state, batches.loader, facts))
+    average = TailAverage(start, model, optimizers, done=state.step)
+    facts |= {"average_from": average.begin}
     return Components(
-        *(start, runtime, strategy, facts, model, trained, optimizers, batches, state, check),
+        *(start, runtime, strategy, facts, model, trained, optimizers, average, batches, state),
+        resume_check=check,
         host_decides=why_host_decides(config, optimizers, runtime),
     )
 

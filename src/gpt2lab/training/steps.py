@@ -199,6 +199,7 @@ def launch_step(
         seed=rng.fold_seed(seed, number),
         accept=None if components.host_decides is None else accept,
         before_update=before_update,
+        after_update=lambda: components.average.update(number),
     )
     return lr, stats
 

@@ -76,6 +76,7 @@ def train_step(
     seed: int,
     accept: Callable[[float, float], bool] | None = is_finite,
     before_update: Callable[[], None] = lambda: None,
+    after_update: Callable[[], None] = lambda: None,
 ) -> StepStats:
     """Take one optimizer step and return the loss and gradient norm before it.
 
@@ -118,6 +119,7 @@ def train_step(
             reject_on_device(optimizers, (mean_loss, norm))
         for optimizer in optimizers if accepted is not False else []:
             optimizer.step()
+        after_update()
         strategy.clear_gradients(model)
     except Exception as error:
         raise PartialUpdateError(f"the optimizer failed half-way: {error}") from error

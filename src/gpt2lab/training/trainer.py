@@ -229,13 +229,17 @@ class Trainer:
 
     def end(self) -> str | None:
         """Record that the run is complete, unless a request to stop cut short what is due; return its reason then."""
-        if self.state.due:
+        step, first = self.state.step, self.steps.steps_before
+        is_recorded = "done" in self.start.recorded and step == first
+        self.heartbeat.enter("measuring", step)
+        found = {} if is_recorded or self.state.due else self.evaluator.evaluate_average(self.state)
+        if self.state.due or found is None:
             reason = self.control.agree().stop
             assert reason is not None
             return self.end_early(reason)
-        self.saver.require_labels(self.state.step, self.saves.labels())
-        faultpoint("end.before_done", self.state.step)
-        if not ("done" in self.start.recorded and self.state.step == self.steps.steps_before):
+        self.saver.require_labels(step, self.saves.labels())
+        faultpoint("end.before_done", step)
+        if not is_recorded:
             self.logger.event(
                 "done",
                 self.state.step,
@@ -243,6 +247,7 @@ class Trainer:
                 checkpoint=self.saves.newest_checkpoint(),
                 loss=self.steps.last_loss,
                 val_loss=self.state.val_loss,
+                **found,
                 seconds=self.state.train_seconds,
             )
         return None

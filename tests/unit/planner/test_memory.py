@@ -308,3 +308,14 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(config, sequ
     divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
     fits = {size: peak(config, size, sequences // size, "bf16", 2) <= budget for size in divisors}
     assert found == max((size for size in divisors if fits[size]), default=None)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
+def test_the_mean_of_a_tail_is_a_number_more_for_each_weight_of_a_rank(parallel):
+    model = shape(2, 64, 2, 256, 64)
+    without, held = (
+        step_memory(model, 4, 1, "bf16", world_size=2, parallel=parallel, average_tail=share)
+        for share in (0, 0.1)
+    )
+    share = 4 * count_parameters(model) // (1 if parallel == "ddp" else 2)
+    assert held.optimizer - without.optimizer == share
