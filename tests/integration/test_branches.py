@@ -57,14 +57,17 @@ def test_an_unchanged_branch_is_the_run_itself_and_leaves_it_alone(trunk):
     assert [event["step"] for event in found.events("eval")] == [12, 16, 20]
 
 
-def test_a_branch_of_the_last_step_is_a_plain_continuation(trunk, tmp_path):
+@pytest.mark.parametrize(("world", "mode"), [(1, None), (2, "ddp"), (2, "zero1")])
+def test_a_branch_of_the_last_step_is_a_plain_continuation(trunk, tmp_path, world, mode):
     longer = ("--max_steps=26", "--allow_change=max_steps")
     run = Run(trunk.path, tmp_path)
     run.flags = [f"--checkpoint_dir={tmp_path}", "--run_name=tiny"]
-    run.train(*trunk.flags, *run.flags, "--lr_schedule=cosine", "--max_steps=20")
+    begin = ["--lr_schedule=cosine", "--max_steps=20", *[f"--parallel={mode}"] * (world > 1)]
+    run.train(*trunk.flags, *run.flags, *begin, world=world)
     other = branch(run, "other", "--branch_from=tiny@20", *longer)
-    other.train()
-    run.train("--resume=latest", *longer)
+    other.train(world=world)
+    assert [event["level"] for event in other.events("resume")] == ["changed"]
+    run.train("--resume=latest", *longer, world=world)
     steps, *files = run.bits()
     assert other.bits() == ({n: loss for n, loss in steps.items() if n > 20}, *files)
 
@@ -164,6 +167,7 @@ def test_a_copy_without_its_trunk_still_says_where_it_began(trunk, tmp_path):
         ("--branch_from=tiny@8", "--max_steps=9"),
         ("--branch_from=tiny@8", "--max_steps=8"),
         ("--cooldown=5",),
+        ("--branch_from=tiny@8", "--list_checkpoints"),
     ],
     ids=" ".join,
 )

@@ -251,6 +251,9 @@ def _reject_idle_actions(actions: Actions) -> None:
         "--json goes with --list_checkpoints, --dry_run or --preflight": actions.json
         and not any(answers),
         "give one of --list_checkpoints, --dry_run, --preflight, --import_checkpoint and --save_config": many,
+        "--branch_from begins a run, and --list_checkpoints starts none; leave one of them out": (
+            actions.list_checkpoints and actions.branch_from is not None
+        ),
         "--save_config goes without --resume: the run's config.json is there": saves and resumes,
         "--trust goes with --import_checkpoint": actions.trust and not imports,
         "--import_checkpoint begins a run; resume it afterwards": imports and resumes,

@@ -226,8 +226,9 @@ class Log:
     @property
     def average_loss(self) -> float | None:
         """The validation loss of a complete run with the mean of its last weights; None without --average_tail."""
-        begin = self.last_begin
-        return begin and self.current("done").get(begin["max_steps"], {}).get("val_loss_average")
+        last = (self.last_begin or {}).get("max_steps", 0)
+        found: float | None = self.current("done").get(last, {}).get("val_loss_average")
+        return found
 
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return all events of these kinds, other than steps, in order."""
