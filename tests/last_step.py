@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import launch
+import tiny
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
-from tiny import flags_of, parse, pretrain, write_items, write_shards
+from tiny import parse, pretrain, write_items, write_shards
 
 LAST = 4
 # Of an evaluation and a sample, all but what a clock says.
 TIMES = {"time", "attempt", "seconds", "checkpoint"}
+
+
+def flags_of(folder: Path, name: str, *more: str) -> list[str]:
+    """Return the command line of a run that also measures the mean of its last weights."""
+    return tiny.flags_of(folder, name, "--average_tail=0.5", *more)
 
 
 def straight_run(folder: Path) -> Path:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from last_step import LAST, after_last_step, assert_complete, straight_run
-from tiny import flags_of
+from last_step import LAST, after_last_step, assert_complete, flags_of, straight_run
 
 pytestmark = pytest.mark.fault
 PLACES = [

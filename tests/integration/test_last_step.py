@@ -11,10 +11,10 @@ import pytest
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import SaveError
 from gpt2lab.training.stop import Signals
-from last_step import LAST, after_last_step, assert_complete, straight_run
-from tiny import flags_of, parse, pretrain
+from last_step import LAST, after_last_step, assert_complete, flags_of, straight_run
+from tiny import parse, pretrain
 
-BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample")]
+BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample", "average")]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 gpt2lab ladder plan ladder.toml
 gpt2lab ladder run ladder.toml --jobs 2
+gpt2lab ladder run ladder.toml --trunks
 gpt2lab ladder predict ladder.toml
 gpt2lab ladder run ladder.toml --top
 gpt2lab ladder fit ladder.toml
@@ -17,7 +18,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab import ladder
-from gpt2lab.lab.ladder_file import FAMILIES
+from gpt2lab.lab.ladder_file import FAMILIES, Family
 from gpt2lab.planner.request import read_count
 
 _FILE = f"TOML file of sizes, tokens, seeds and rates, or {' or '.join(FAMILIES)}"
@@ -25,25 +26,36 @@ _OUT = "folder of the runs and of the results; default checkpoints/NAME, after t
 
 
 @dataclass(frozen=True)
-class PlanLadder:
-    """Show the rungs, their tokens, FLOPs and predicted time; start nothing."""
-
+class _Ladder:
     file: str = argument(_FILE)
     out: Path | None = option(None, _OUT)
+    trunks: bool = option(
+        False,
+        "train each size once, with the schedule wsd, and branch a cooldown off for each shorter length; "
+        "default folder NAME_trunks",
+    )
+
+    def family(self) -> Family:
+        """Open the ladder."""
+        return ladder.open_ladder(self.file, self.out, trunks=self.trunks)
+
+
+@dataclass(frozen=True)
+class PlanLadder(_Ladder):
+    """Show the rungs, their tokens, FLOPs and predicted time; start nothing."""
+
     json: bool = option(False, "print one JSON object")
 
     def execute(self) -> None:
         """Print the plan."""
-        document = ladder.plan_ladder(ladder.open_ladder(self.file, self.out))
+        document = ladder.plan_ladder(self.family())
         print(json.dumps(document) if self.json else ladder.describe_plan(document))
 
 
 @dataclass(frozen=True)
-class TrainLadder:
+class TrainLadder(_Ladder):
     """Train every rung that is not complete, then fit; with --top, also predict the top rung and then train it."""
 
-    file: str = argument(_FILE)
-    out: Path | None = option(None, _OUT)
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
@@ -51,31 +63,27 @@ class TrainLadder:
 
     def execute(self) -> None:
         """Train, fit and print the results."""
-        family = ladder.open_ladder(self.file, self.out)
+        family = self.family()
         ladder.train_ladder(family, jobs=self.jobs, top=self.top)
         print(ladder.describe_results(ladder.ladder_results(family)))
 
 
 @dataclass(frozen=True)
-class FitLadder:
+class FitLadder(_Ladder):
     """Fit the law to the complete rungs, score the prediction of the top rung, and write ladder.json."""
 
-    file: str = argument(_FILE)
-    out: Path | None = option(None, _OUT)
     json: bool = option(False, "print one JSON object")
 
     def execute(self) -> None:
         """Write and print the results."""
-        document = ladder.ladder_results(ladder.open_ladder(self.file, self.out))
+        document = ladder.ladder_results(self.family())
         print(json.dumps(document) if self.json else ladder.describe_results(document))
 
 
 @dataclass(frozen=True)
-class PredictLadder:
+class PredictLadder(_Ladder):
     """Predict the top rung and write that to prediction.json, once; or print the loss of another run."""
 
-    file: str = argument(_FILE)
-    out: Path | None = option(None, _OUT)
     parameters: str | None = option(None, "of another run than the top rung, e.g. 3M")
     tokens: str | None = option(None, "that this run trains on, e.g. 60M")
     json: bool = option(False, "print one JSON object")
@@ -87,7 +95,7 @@ class PredictLadder:
         """
         if (self.parameters is None) != (self.tokens is None):
             raise ConfigError("--parameters and --tokens go together; the top rung needs neither")
-        family = ladder.open_ladder(self.file, self.out)
+        family = self.family()
         if self.parameters is None or self.tokens is None:
             document = ladder.predict_top(family)
         else:

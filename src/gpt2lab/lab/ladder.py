@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import fmt, paths
+from gpt2lab.checkpoint.catalog import has_checkpoints
+from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckError, ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.lab.ablation import read_curve
@@ -40,12 +42,12 @@ if TYPE_CHECKING:
 _TOP_FLOPS = 4.0  # times the most expensive rung: a closer top rung hardly tests the law
 
 
-def open_ladder(file: str, out: Path | None) -> Family:
-    """Return a ladder; `out`: the folder of its runs.
+def open_ladder(file: str, out: Path | None, *, trunks: bool = False) -> Family:
+    """Return a ladder; `out`: the folder of its runs; `trunks`: shorter runs branch from the longest of their size.
 
     Raises: ConfigError; DataError if it reads the data of the built-in families and these are not prepared.
     """
-    family = read_family(file, out)
+    family = read_family(file, out, trunks=trunks)
     data = paths.from_working_directory(Path(DATA))
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
@@ -66,10 +68,29 @@ def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
     rungs, checks = family.rung_runs(), _rate_runs(family)
     _require_law(first_starts(rungs).values())
     check_runs([*rungs, *checks, *tops])
+    _train_branches(family, rungs, jobs=jobs)
     run_all([*rungs, *checks], jobs=jobs)
     if tops:
         say(describe_prediction(predict_top(family)))
         run_all(tops, jobs=jobs)
+
+
+def _train_branches(family: Family, rungs: Sequence[SeedRun], *, jobs: int) -> None:
+    """Train each trunk to its next branch, and the branches there, until all of these are complete."""
+    waiting = sorted(family.branches(rungs).items(), key=lambda one: one[1][1])
+    while waiting:
+        stage = {trunk.name: (name, trunk, step) for name, (trunk, step) in reversed(waiting)}
+        waiting = [one for one in waiting if one[0] not in {name for name, *_ in stage.values()}]
+        legs, branches = [], []
+        for name, trunk, step in stage.values():
+            run = next(run for run in rungs if run.name == name)
+            flags = (f"--branch_from={trunk.name}@{step}",)
+            branches.append(dataclasses.replace(run, flags=flags))
+            if not (trunk.folder / folder_name(step)).exists() | has_checkpoints(run.folder):
+                flags = (f"--stop_after_steps={step}",)
+                legs.append(dataclasses.replace(trunk, flags=flags))
+        run_all(legs, jobs=jobs, may_stop=True)
+        run_all(branches, jobs=jobs)
 
 
 def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
@@ -109,10 +130,13 @@ def plan_ladder(family: Family) -> dict[str, Any]:
     starts = first_starts([*rungs, *top]) | {run.setting: fresh_start(run) for run in rates}
     _require_law(starts[run.setting] for run in rungs)
     found: list[dict[str, Any]] = []
+    branches = family.branches(rungs)
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
-        for name in (run.setting for run in runs):
-            start = starts[name]
+        for run in runs:
+            name, start = run.setting, starts[run.setting]
             plan, expected = start.plan, auto.estimate_here(start)
+            begin = branches[run.name][1] if run.name in branches else 0
+            share = 1 - begin / plan.max_steps
             found.append(
                 {
                     "name": name,
@@ -123,8 +147,9 @@ def plan_ladder(family: Family) -> dict[str, Any]:
                     "steps": plan.max_steps,
                     "epochs": plan.epochs,
                     "max_lr": start.config.optim.max_lr,
-                    "flops": float(plan.flops_per_token * plan.tokens),
-                    "seconds": expected and asdict(expected.seconds),
+                    "branches_at": begin,
+                    "flops": share * plan.flops_per_token * plan.tokens,
+                    "seconds": expected and asdict(expected.seconds.scaled(share)),
                 }
             )
     most = max(row["flops"] for row in found if row["kind"] == "rung")
@@ -144,9 +169,13 @@ def plan_ladder(family: Family) -> dict[str, Any]:
     if all(row["seconds"] for row in found):  # the errors are fully correlated: bounds add up, too
         keys = ("value", "low", "high")
         seconds = {key: sum(row["seeds"] * row["seconds"][key] for row in found) for key in keys}
+    of_rungs = [row for row in found if row["kind"] == "rung"]
+    separate = seeds * sum(row["tokens"] for row in of_rungs)
+    shared = seeds * sum(row["tokens"] * row["branches_at"] // row["steps"] for row in of_rungs)
     return {
         "name": family.name,
         "folder": str(family.out),
+        "tokens": {"rungs": separate - shared, "separate": separate},
         "runs": sum(row["seeds"] for row in found),
         "flops": sum(row["seeds"] * row["flops"] for row in found),
         "seconds": seconds,
@@ -174,10 +203,16 @@ def describe_plan(document: Mapping[str, Any]) -> str:
     bounds = ""
     if total is not None:
         bounds = f" ({fmt.duration(total['low'])} ... {fmt.duration(total['high'])}, 80 %)"
+    tokens = document["tokens"]
+    saving = (
+        f"trunks: the rungs train on {tokens['rungs']:,} tokens, {tokens['rungs'] / tokens['separate']:.2f} of the "
+        f"{tokens['separate']:,} of separate runs"
+    )
     return "\n".join(
         [
             fmt.table([*head, "FLOPs", "time each"], cells),
             f"total: {document['runs']} runs, {document['flops']:.2e} FLOPs, {time(total)}{bounds} one by one",
+            *[saving] * (tokens["rungs"] < tokens["separate"]),
             *(f"warning: {warning}" for warning in document["warnings"]),
         ]
     )

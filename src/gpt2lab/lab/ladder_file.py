@@ -5,13 +5,13 @@ TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the nam
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.request import RunRequest
+from gpt2lab.config.request import RunRequest, default_warmup
 from gpt2lab.config.settings_file import make_request, read_values
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import is_number, read_regular
@@ -25,6 +25,7 @@ else:
 _AT_MOST = 2**20  # bytes of a file
 _KEYS = ("tokens", "seeds", "settings", "sizes", "top", "rate")
 _RATE_KEYS = ("n_embd", "max_lr", "exponent", "tokens", "tokens_exponent", "factors", "check")
+_DECAY = 0.1  # of a trunk's lengths: with 1 - sqrt as good as 0.2 in a line (Hägele et al. 2024, arXiv:2405.18392)
 _TOKENS = 'numbers of tokens, such as ["250k", "1M"]'
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
@@ -80,6 +81,7 @@ class Family:
     rungs: Mapping[str, dict[str, Any]]  # settings by name, in the order of the file; not the top
     top: tuple[str, dict[str, Any]] | None
     rate: RateRule | None
+    trunks: bool = False  # a size's longest run is the trunk that its others branch from
 
     def rung_runs(self) -> list[SeedRun]:
         """Return the runs to fit.
@@ -110,6 +112,23 @@ class Family:
             for name in self.rate.check
         }
 
+    def branches(self, runs: Sequence[SeedRun]) -> dict[str, tuple[SeedRun, int]]:
+        """Return {run: (its trunk, the step at which it branches)}, without the trunks themselves.
+
+        A branch has the bits of a run of its own settings: up to there these are the trunk's, but for the length.
+        """
+        found = {}
+        for run in runs if self.trunks else ():
+            size = run.setting.rpartition("-")[0]
+            of_size = [
+                o for o in runs if (o.setting.rpartition("-")[0], o.seed) == (size, run.seed)
+            ]
+            trunk, steps = max(of_size, key=_steps_of), _steps_of(run)
+            if trunk is not run:
+                decay = max(1, round(run.request.config.optim.wsd_decay * steps))
+                found[run.name] = trunk, steps - decay
+        return found
+
     def _runs(self, rungs: Mapping[str, dict[str, Any]], factor: float = 1.0) -> list[SeedRun]:
         settings = {name: Setting(self.request(own, factor)) for name, own in rungs.items()}
         return plan_runs(settings, seeds=self.seeds, out=self.out)
@@ -126,31 +145,63 @@ class Family:
                 rates["muon_lr"] = optim.muon_lr * factor
         # Chosen, so that no rung takes those that suit its own length.
         batch = request.config.batch.total_batch_size
-        fixed = {name: float(f"{rate:.6g}") for name, rate in rates.items() if rate is not None}
+        fixed: dict[str, Any] = {k: float(f"{rate:.6g}") for k, rate in rates.items() if rate}
+        if self.trunks:
+            fixed |= self._of_trunk(request, values["max_tokens"] // batch, batch)
         return request.with_settings(total_batch_size=batch, **fixed)
 
+    def _of_trunk(self, request: RunRequest, steps: int, batch: int) -> dict[str, Any]:
+        """Return the schedule of a run of so many steps: in all lengths the same until the rate falls.
 
-def read_family(what: str, out: Path | None = None) -> Family:
+        Raises: ConfigError if that cannot be.
+        """
+        chosen, optim = request.chosen, request.config.optim
+        if "lr_schedule" in chosen and optim.lr_schedule != "wsd":
+            raise ConfigError(f"--trunks: lr_schedule {optim.lr_schedule}; a trunk needs wsd")
+        if self.rate is not None and self.rate.tokens_exponent:
+            raise ConfigError(
+                "--trunks: [rate] tokens_exponent gives each length its own rate, and a trunk has one; leave it out"
+            )
+        shortest = min(own["max_tokens"] for own in self.rungs.values()) // batch
+        warmup = optim.warmup_steps if "warmup_steps" in chosen else default_warmup(shortest)
+        decay = max(1, round((optim.wsd_decay if "wsd_decay" in chosen else _DECAY) * steps))
+        if steps - decay < max(1, warmup or 0):
+            raise ConfigError(
+                f"--trunks: a run of {steps} steps has no constant rate to branch from"
+            )
+        shape = optim.wsd_shape if "wsd_shape" in chosen else "sqrt"
+        return {"lr_schedule": "wsd", "wsd_shape": shape, "wsd_decay": decay / steps} | {
+            "warmup_steps": warmup
+        }
+
+
+def _steps_of(run: SeedRun) -> int:
+    config = run.request.config
+    assert config.length.max_tokens is not None
+    return config.length.max_tokens // config.batch.total_batch_size
+
+
+def read_family(what: str, out: Path | None = None, *, trunks: bool = False) -> Family:
     """Return the ladder of a TOML file, or a built-in family by its name; `out`: the folder of its runs.
 
     Raises: ConfigError naming the file and what is wrong with it.
     """
     if what in FAMILIES:
-        return _family(what, what, FAMILIES[what], out)
+        return _family(what, what, FAMILIES[what], out, trunks)
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: not a ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST, follow=True).decode("utf-8-sig")
-        return _family(what, path.stem, tomllib.loads(text), out)
+        return _family(what, path.stem, tomllib.loads(text), out, trunks)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (ValueError, GPT2LabError) as error:  # not UTF-8, not TOML, not a ladder
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _family(file: str, name: str, table: dict[str, Any], out: Path | None) -> Family:
+def _family(file: str, name: str, table: dict[str, Any], out: Path | None, trunks: bool) -> Family:
     _known("", table, _KEYS)
     seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
     shared = _settings("settings", table.get("settings", {}))
@@ -186,8 +237,9 @@ def _family(file: str, name: str, table: dict[str, Any], out: Path | None) -> Fa
     rate = _rate(table["rate"], rungs) if "rate" in table else None
     if rate is None and "max_lr" not in shared:
         raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
+    name += "_trunks" * trunks
     folder = paths.from_working_directory(out) if out else paths.runs_folder(None) / name
-    return Family(file, name, folder, tuple(seeds), rungs, top, rate)
+    return Family(file, name, folder, tuple(seeds), rungs, top, rate, trunks)
 
 
 def _rung_name(size: str, tokens: int) -> str:

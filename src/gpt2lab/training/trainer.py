@@ -232,6 +232,7 @@ class Trainer:
         step, first = self.state.step, self.steps.steps_before
         is_recorded = "done" in self.start.recorded and step == first
         self.heartbeat.enter("measuring", step)
+        faultpoint("measure.average", step)
         found = {} if is_recorded or self.state.due else self.evaluator.evaluate_average(self.state)
         if self.state.due or found is None:
             reason = self.control.agree().stop

@@ -22,7 +22,7 @@ from gpt2lab.planner.scaling_law import Law, Rung, fit_law
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from launch import REPOSITORY
-from tiny import CONTEXT, VOCAB
+from tiny import CONTEXT, VOCAB, train
 
 FILE = f"""
 tokens = [64, "128", 256]
@@ -235,6 +235,64 @@ def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started,
     assert "1,000,000 parameters, 1,000,000 tokens: loss " in capsys.readouterr().out
     launch.worked(launch.call("plot", "--ladder", str(out), "--out", str(tmp_path / "l.svg")))
     assert "top rung, trained" in (tmp_path / "l.svg").read_text()
+
+
+@pytest.fixture
+def longer(file: Path) -> Path:
+    """Return a ladder of 3 sizes, 4 lengths of 10 to 80 steps, and 3 seeds."""
+    text = file.read_text().replace("seeds = [1, 2]", "seeds = [1, 2, 3]")
+    text = text.replace('[64, "128", 256]', '[640, "1280", 2560, 5120]')
+    file.write_text(text.partition("[top]")[0] + "[rate]" + text.partition("[rate]")[2])
+    return file
+
+
+def test_trunks_train_0_58_of_the_tokens_of_separate_runs(longer, tmp_path, capsys):
+    words = ["plan", str(longer), f"--out={tmp_path}", "--trunks"]
+    assert ladder.main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    # A trunk of 80 steps, and cooldowns of 1, 2 and 4, for 150 steps in all.
+    assert plan["tokens"] == {"rungs": 9 * 87 * 64, "separate": 9 * 150 * 64}
+    assert [row["branches_at"] for row in plan["rows"][:4]] == [9, 18, 36, 0]
+    assert ladder.main(words) == 0
+    assert "train on 50,112 tokens, 0.58 of the 86,400 of separate runs" in capsys.readouterr().out
+
+
+def test_a_branch_of_a_trunk_has_the_bits_of_a_run_of_its_own(longer, tmp_path, started, capsys):
+    text = longer.read_text().replace("seeds = [1, 2, 3]", "seeds = [1]")
+    longer.write_text(text.replace("2560, 5120]", "2560]").partition("[rate]")[0])
+    words = [str(longer), f"--out={tmp_path}", "--trunks"]
+    assert ladder.main(["run", *words]) == 0
+    assert started[:9] == [
+        *(f"{size}-2.56K_seed1" for size in "abc"),
+        *(f"{size}-640_seed1" for size in "abc"),
+        *(f"{size}-2.56K_seed1" for size in "abc"),
+    ]
+    assert started[9:] == [f"{size}-{n}_seed1" for n in ("1.28K", "2.56K") for size in "abc"]
+    found = json.loads((tmp_path / "ladder.json").read_text())["rungs"][1]
+    trunk, branch = (tmp_path / f"a-{name}_seed1" for name in ("2.56K", "1.28K"))
+    train([f"--config={tmp_path / 'settings' / branch.name}.json", "--run_name=alone"])
+    alone = launch.losses(tmp_path / "alone")
+    before = {step: loss for step, loss in launch.losses(trunk).items() if step <= 18}
+    assert before | launch.losses(branch) == alone
+    hashes = [launch.parameter_hash(path, 20) for path in (branch, tmp_path / "alone")]
+    assert hashes[0] == hashes[1]
+    assert found["losses"] == [history.read_log(branch).current("eval")[20]["val_loss"]]
+    assert ladder.main(["run", *words]) == 0  # complete
+    assert len(started) == 15
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('dtype = "fp32"', 'dtype = "fp32"\nlr_schedule = "linear"'),
+        ("exponent = 1", "exponent = 1\ntokens = 64\ntokens_exponent = 0.5"),
+        ("[640,", "[64,"),
+    ],
+)
+def test_what_cannot_branch_from_a_trunk_is_one_line(longer, tmp_path, old, new, wording):
+    longer.write_text(longer.read_text().replace(old, new))
+    with pytest.raises(ConfigError, check=wording):
+        ladder.main(["plan", str(longer), f"--out={tmp_path}", "--trunks"])
 
 
 PREDICTIONS = sorted((REPOSITORY / "docs" / "ladders").glob("*_prediction.json"))
