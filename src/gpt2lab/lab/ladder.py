@@ -231,7 +231,10 @@ def _losses(
         except CheckError:  # nothing is measured yet
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            again = fmt.command_line(["run", family.file, "--out", paths.display_path(family.out)])
+            again = fmt.command_line(
+                ["run", family.file, "--out", paths.display_path(family.out)]
+                + ["--trunks"] * family.trunks
+            )
             fix = f"gpt2lab ladder {again}"
             if holder := holder_of(run.folder):
                 fix = f"{holder} is training it; wait for it"
