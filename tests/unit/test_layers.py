@@ -21,7 +21,7 @@ SATELLITES: dict[str, set[str]] = {
     "interop": set(),
     "finetuning": set(),
     "report": {"planner", "tracking"},
-    "lab": {"planner", "report"},
+    "lab": {"mirror", "planner", "report"},
     "serving": set(),
 }
 

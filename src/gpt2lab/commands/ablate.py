@@ -23,6 +23,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import CheckError, ConfigError
 from gpt2lab.lab.ablation import MAX_SEEDS, Ablation
+from gpt2lab.lab.cluster import RAY, machine_of
 from gpt2lab.lab.other_code import find_commits, with_code
 from gpt2lab.lab.over_seeds import SMALLEST
 from gpt2lab.runs import history
@@ -55,6 +56,7 @@ class Ablate:
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
+    ray: str | None = option(None, RAY)
     seeds: tuple[int, ...] = option((1337,), "each setting is trained with each seed")
     target: float | None = option(
         None, "validation loss to reach; default: the last loss of the baseline with the same seed"
@@ -105,15 +107,16 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out is missing: {_OUT}; see gpt2lab ablate --help")
     if not has_code and (out / "code.json").exists():
         raise ConfigError(f"{out} has runs of other code; give another --out")
-    ablation = Ablation(
-        settings=requests,
-        out=out,
-        target=flags.target,
-        smallest=flags.smallest_difference,
-        max_seeds=most if flags.until_decided else None,
-        jobs=flags.jobs,
-    )
     with contextlib.ExitStack() as stack:
+        ablation = Ablation(
+            settings=requests,
+            out=out,
+            target=flags.target,
+            smallest=flags.smallest_difference,
+            max_seeds=most if flags.until_decided else None,
+            jobs=flags.jobs,
+            machine=stack.enter_context(machine_of(flags.ray)),
+        )
         if has_code:
             code = with_code(ablation, repository, commits, seed=flags.seeds[0])
             ablation = stack.enter_context(code)

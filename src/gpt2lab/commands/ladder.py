@@ -18,6 +18,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab import ladder
+from gpt2lab.lab.cluster import RAY, machine_of
 from gpt2lab.lab.ladder_file import FAMILIES, Family
 from gpt2lab.planner.request import read_count
 
@@ -59,12 +60,14 @@ class TrainLadder(_Ladder):
     jobs: int = option(
         1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
+    ray: str | None = option(None, RAY)
     top: bool = option(False, "then predict the top rung, write that down, and train it")
 
     def execute(self) -> None:
         """Train, fit and print the results."""
         family = self.family()
-        ladder.train_ladder(family, jobs=self.jobs, top=self.top)
+        with machine_of(self.ray) as machine:
+            ladder.train_ladder(family, machine, jobs=self.jobs, top=self.top)
         print(ladder.describe_results(ladder.ladder_results(family)))
 
 

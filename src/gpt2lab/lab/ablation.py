@@ -23,7 +23,15 @@ from gpt2lab.lab.over_seeds import (
     over_units,
     sentence,
 )
-from gpt2lab.lab.seed_runs import SeedRun, Setting, check_runs, outlook_of, plan_runs, run_all
+from gpt2lab.lab.seed_runs import (
+    Machine,
+    SeedRun,
+    Setting,
+    check_runs,
+    outlook_of,
+    plan_runs,
+    run_all,
+)
 from gpt2lab.lab.stats import ALPHA, OverSeeds, decide, first_bounded, over_seeds
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
@@ -41,6 +49,7 @@ class Ablation:
     smallest: float = SMALLEST  # differences below it count as equal, in nats/token
     max_seeds: int | None = None  # add seeds until all settings are decided, at most so many
     jobs: int = 1
+    machine: Machine = field(default_factory=Machine)
     # Of settings with code of their own, also of those that need no seeds: see `other_code`.
     code: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -107,6 +116,7 @@ class Ablation:
         run_all(
             new,
             jobs=self.jobs,
+            machine=self.machine,
             refresh=lambda done: self.write([*before, *done]),
             on_divergence="continue",
         )

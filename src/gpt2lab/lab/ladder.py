@@ -21,6 +21,7 @@ from gpt2lab.files import replace_durably
 from gpt2lab.lab.ablation import read_curve
 from gpt2lab.lab.ladder_file import DATA, Family, read_family
 from gpt2lab.lab.seed_runs import (
+    Machine,
     SeedRun,
     check_runs,
     fresh_start,
@@ -59,8 +60,10 @@ def open_ladder(file: str, out: Path | None, *, trunks: bool = False) -> Family:
     return family
 
 
-def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
-    """Train every rung that is not complete. `top`: then predict the top rung, write that down, and train it.
+def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> None:
+    """Train every rung that is not complete, started by `machine`.
+
+    `top`: then predict the top rung, write that down, and train it.
 
     Raises: ConfigError, DataError before anything is trained; CheckError, SavedInterrupt as `run_all`.
     """
@@ -68,14 +71,16 @@ def train_ladder(family: Family, *, jobs: int, top: bool) -> None:
     rungs, checks = family.rung_runs(), _rate_runs(family)
     _require_law(first_starts(rungs).values())
     check_runs([*rungs, *checks, *tops])
-    _train_branches(family, rungs, jobs=jobs)
-    run_all([*rungs, *checks], jobs=jobs)
+    _train_branches(family, rungs, machine, jobs=jobs)
+    run_all([*rungs, *checks], jobs=jobs, machine=machine)
     if tops:
         say(describe_prediction(predict_top(family)))
-        run_all(tops, jobs=jobs)
+        run_all(tops, jobs=jobs, machine=machine)
 
 
-def _train_branches(family: Family, rungs: Sequence[SeedRun], *, jobs: int) -> None:
+def _train_branches(
+    family: Family, rungs: Sequence[SeedRun], machine: Machine, *, jobs: int
+) -> None:
     """Train each trunk to its next branch, and the branches there, until all of these are complete."""
     waiting = sorted(family.branches(rungs).items(), key=lambda one: one[1][1])
     while waiting:
@@ -89,8 +94,8 @@ def _train_branches(family: Family, rungs: Sequence[SeedRun], *, jobs: int) -> N
             if not (trunk.folder / folder_name(step)).exists() | has_checkpoints(run.folder):
                 flags = (f"--stop_after_steps={step}",)
                 legs.append(dataclasses.replace(trunk, flags=flags))
-        run_all(legs, jobs=jobs, may_stop=True)
-        run_all(branches, jobs=jobs)
+        run_all(legs, jobs=jobs, machine=machine, may_stop=True)
+        run_all(branches, jobs=jobs, machine=machine)
 
 
 def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
@@ -256,27 +256,33 @@ def run_all(
     runs: Sequence[SeedRun],
     *,
     jobs: int = 1,
+    machine: Machine | None = None,
     refresh: Callable[[list[SeedRun]], object] = lambda done: None,
     on_divergence: Literal["fail", "continue"] = "fail",
     may_stop: bool = False,
 ) -> None:
     """Train what is not complete yet, `jobs` processes at a time; each writes its own log.txt.
 
-    `refresh` gets the runs of all complete seeds, each time that a run completes. `on_divergence`: whether a run whose
-    numbers became non-finite is a failure, or counts as complete and is not trained again. `may_stop`: a run need not
-    reach its end.
+    `machine`: what starts them, default this one. `refresh` gets the runs of all complete seeds, each time that a run
+    completes. `on_divergence`: whether a run whose numbers became non-finite is a failure, or counts as complete and is
+    not trained again. `may_stop`: a run need not reach its end.
 
     Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
         Called again, it continues where it stopped.
     """
     devices = {run.request.config.system.device for run in runs}
-    trainers = _Trainers(_environments(jobs, on_cpu=devices == {"cpu"}))
+    trainers = _Trainers(machine or Machine(), jobs, on_cpu=devices == {"cpu"})
     may_diverge = on_divergence == "continue"
 
     def train(number: int, run: SeedRun) -> SeedRun:
+        if trainers.stopping.is_set():
+            raise CheckError(f"{run.name} was not started: another run failed")
         label = f"[{number}/{len(runs)}] {run.name}"
-        with trainers.slot(run) as environment:
-            _run_one(run, label, environment, trainers, may_diverge=may_diverge, may_stop=may_stop)
+        try:
+            _run_one(run, label, trainers, may_diverge=may_diverge, may_stop=may_stop)
+        except BaseException:
+            trainers.stopping.set()  # the running jobs finish, nothing else starts
+            raise
         return run
 
     complete: set[str] = set()
@@ -313,52 +319,96 @@ def _as_completed(tasks: list[Future[SeedRun]]) -> Iterator[SeedRun]:
         raise errors[0]
 
 
-class _Trainers:
-    """The running trainer processes, one per slot; none starts after one has failed or all were told to stop."""
+class Trainer(Protocol):
+    """A trainer that was started; `subprocess.Popen` is one."""
 
-    def __init__(self, environments: Sequence[dict[str, str]]) -> None:
-        self._running: list[subprocess.Popen[str]] = []
-        self._stopping = threading.Event()
-        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
-        for environment in environments:
+    def communicate(self) -> tuple[Any, str]:
+        """Wait for its end; return its standard output and standard error."""
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
+
+    def terminate(self) -> None:
+        """Have it save and end."""
+
+
+class Machine:
+    """This machine, which starts runs as its processes."""
+
+    def environments(self, jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
+        """Return the environment variables of each job: a GPU of its own, or its share of the cores.
+
+        Raises: ConfigError if there are fewer GPUs than jobs.
+        """
+        if jobs == 1:
+            return [{}]
+        gpus: list[str] = []
+        if not on_cpu and (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            gpus = [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+        elif not on_cpu:
+            listed = enumerate(smi("-L").splitlines())
+            gpus = [str(number) for number, line in listed if line.startswith("GPU")]
+        if gpus:
+            require_gpus(jobs, len(gpus))
+            return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
+        return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
+
+    def start(self, run: SeedRun, environment: dict[str, str]) -> Trainer:
+        """Start the trainer of a run."""
+        return start_process(run, environment)
+
+
+def start_process(run: SeedRun, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the trainer of a run as a process that ends with this one."""
+    run.write_settings()
+    command, own = _trainer(run.code)
+    return subprocess.Popen(
+        [*command, *run.trainer_words()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
+        env={**own, **environment, PARENT: str(os.getpid())},
+    )
+
+
+def require_gpus(jobs: int, gpus: int) -> None:
+    """Reject more jobs than GPUs.
+
+    Raises: ConfigError.
+    """
+    if gpus < jobs:
+        there = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+        raise ConfigError(f"--jobs {jobs}: there {there}, and each run needs its own")
+
+
+class _Trainers:
+    """The running trainers; after one has failed or all were told to stop, none starts."""
+
+    def __init__(self, machine: Machine, jobs: int, *, on_cpu: bool) -> None:
+        self.stopping = threading.Event()
+        self._machine, self._running = machine, list[Trainer]()
+        self._free = queue.SimpleQueue[dict[str, str]]()  # as many as threads call `run`
+        for environment in machine.environments(jobs, on_cpu=on_cpu):
             self._free.put(environment)
 
-    @contextlib.contextmanager
-    def slot(self, run: SeedRun) -> Iterator[dict[str, str]]:
-        """Wait for a free slot and hold it; yield its environment variables."""
+    def run(self, run: SeedRun) -> tuple[int, str]:
         environment = self._free.get()
         try:
-            if self._stopping.is_set():
-                raise CheckError(f"{run.name} was not started: another run failed")
-            yield environment
-        except BaseException:
-            self._stopping.set()  # the running jobs finish, nothing else starts
-            raise
+            trainer = self._machine.start(run, environment)
+            self._running.append(trainer)
+            if self.stopping.is_set():  # since the caller checked
+                trainer.terminate()
+            with doing(f"training {run.name}"):
+                stderr = trainer.communicate()[1]
+            self._running.remove(trainer)
+            return trainer.wait(), stderr
         finally:
             self._free.put(environment)
 
-    def run(self, run: SeedRun, environment: dict[str, str]) -> tuple[int, str]:
-        run.write_settings()
-        command, own = _trainer(run.code)
-        trainer = subprocess.Popen(
-            [*command, *run.trainer_words()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
-            env={**own, **environment, PARENT: str(os.getpid())},
-        )
-        self._running.append(trainer)
-        if self._stopping.is_set():  # since the caller checked
-            trainer.terminate()
-        with doing(f"training {run.name}"):
-            stderr = trainer.communicate()[1]
-        self._running.remove(trainer)
-        return trainer.returncode, stderr
-
     def stop(self) -> list[int]:
         """Make each running job save and end, wait for that, and return the exit codes."""
-        self._stopping.set()
+        self.stopping.set()
         running = list(self._running)
         for trainer in running:
             trainer.terminate()  # it saves; Ctrl+C in a terminal has reached it too, `kill -INT` has not
@@ -366,13 +416,7 @@ class _Trainers:
 
 
 def _run_one(
-    run: SeedRun,
-    label: str,
-    environment: dict[str, str],
-    trainers: _Trainers,
-    *,
-    may_diverge: bool,
-    may_stop: bool,
+    run: SeedRun, label: str, trainers: _Trainers, *, may_diverge: bool, may_stop: bool
 ) -> None:
     max_steps, tokens, is_complete = outlook_of(run)
     if may_diverge and history.has_diverged(run.folder):
@@ -382,7 +426,7 @@ def _run_one(
         say(f"{label}: complete")
         return
     say(f"{label}: {max_steps:,} steps, {tokens:,} tokens")
-    code, stderr = trainers.run(run, environment)
+    code, stderr = trainers.run(run)
     if code:
         reason = last_line(stderr)
         if may_diverge and history.has_diverged(run.folder):
@@ -400,23 +444,3 @@ def _run_one(
 def last_line(stderr: str) -> str:
     """Return the last line of a program's messages."""
     return (stderr.strip() or "no message").splitlines()[-1]
-
-
-def _environments(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
-    """Return the environment variables of each job: a GPU of its own, or its share of the cores."""
-    if jobs == 1:
-        return [{}]
-    gpus: list[str] = []
-    if not on_cpu and (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
-    elif not on_cpu:
-        listed = enumerate(smi("-L").splitlines())
-        gpus = [str(number) for number, line in listed if line.startswith("GPU")]
-    if gpus and len(gpus) < jobs:
-        raise ConfigError(
-            f"--jobs {jobs}: there {'is 1 GPU' if len(gpus) == 1 else f'are {len(gpus)} GPUs'}, "
-            f"and each run needs its own"
-        )
-    if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
-    return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs

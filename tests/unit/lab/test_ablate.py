@@ -17,7 +17,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.lab import ablation, seed_runs
 from gpt2lab.lab.ablation import Curve, TableRow, compare, reach, read_curve, write_markdown
-from gpt2lab.lab.seed_runs import SeedRun, check_runs, run_all
+from gpt2lab.lab.seed_runs import Machine, SeedRun, check_runs, run_all
 from gpt2lab.lab.stats import OverSeeds, over_seeds
 from gpt2lab.report.plots import View, draw_table
 from gpt2lab.runs import history
@@ -343,12 +343,11 @@ def test_jobs_on_the_cpu_need_no_gpus(shared, started, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--jobs 2: there is 1 GPU,"):
         run_all(runs, jobs=2)
     assert started == []
-    assert len(seed_runs._environments(2, on_cpu=True)) == 2
     runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
-    seen: list[Any] = []
-    monkeypatch.setattr(seed_runs, "_run_one", lambda run, *more, **_: seen.append(more[1]))
+    monkeypatch.setattr(seed_runs, "_run_one", lambda *_, **__: None)
     run_all(runs, jobs=2)
-    assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2
+    environments = Machine().environments(2, on_cpu=True)
+    assert [set(environment) for environment in environments] == [{"OMP_NUM_THREADS"}] * 2
 
 
 @pytest.mark.parametrize("edited", [{}, {"val_loss": "x"}, {"val_loss": [1.0]}])
