@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write
+from gpt2lab.commands.ablate_settings import read_requests
+from gpt2lab.commands.resume_command import (
+    ResumeCommand,
+    plan_continuation,
+    write,
+    write_array,
+)
+from gpt2lab.lab.seed_runs import plan_runs
+from tiny import TINY
 from whole_run import Run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -123,6 +131,26 @@ def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
     assert run.status()["exit_code"] == 0
     assert stop["step"] in run.checkpoints()
     (run.path / "STOP").touch()
+    subprocess.run(["scancel", job], env=slurm, check=True)
+
+
+def test_an_array_trains_a_grid_and_one_task_is_queued_again_alone(slurm, tiny_data, tmp_path):
+    """The last task of an array has the array's own id: what it asks of Slurm must not reach the others."""
+    words = [*TINY, f"--data_dir={tiny_data}", "--max_steps=300", "--checkpoint_freq=0"]
+    settings = {"a": ["--max_lr=0.01"], "b": ["--max_lr=0.02"]}
+    runs = plan_runs(read_requests(settings, words), seeds=(1,), out=tmp_path / "grid of two")
+    for run in runs:
+        run.write_settings()
+    plan = ResumeCommand(str(runs[0].out), output="slurm", array=True, gpus=0)
+    slow = slurm | {"FAULT": "step:sleep0.1@*"}
+    job = submit(slow, write_array(plan).replace("cpus-per-task=4", "cpus-per-task=1"), tmp_path)
+    for run in runs:
+        wait_for(slurm, ["cat", run.folder / "metrics.jsonl"], '"step": 3,')
+    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], env=slurm, check=True)
+    show = ["scontrol", "show", "job", job]
+    assert wait_for(slurm, show, "Restarts=1").count("Restarts=0") == 1
+    wait_for(slurm, ["cat", runs[1].folder / "status.json"], "SIGTERM")
+    assert "stop" not in {event["event"] for event in launch.all_events(runs[0].folder)}
     subprocess.run(["scancel", job], env=slurm, check=True)
 
 

@@ -3,6 +3,7 @@
 gpt2lab runs resume-command latest
 gpt2lab runs resume-command latest --output slurm --nodes 2 --gpus 8
 gpt2lab runs resume-command latest --max_steps 40000 --allow_change max_steps
+gpt2lab runs resume-command checkpoints/rates --output slurm --array --gpus 1
 """
 
 import re
@@ -68,6 +69,11 @@ class ResumeCommand:
         least=0,
     )
     output: Output = option("command", "what to print; slurm: a batch script")
+    array: bool = option(
+        False,
+        "with --output slurm: a job array of the runs that are not complete; TARGET is the folder of an ablation or a "
+        "ladder",
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -81,6 +87,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output != "slurm":
         raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm")
+    if flags.array:
+        print(write_array(flags, trainer_flags))
+        return 0
     found = plan_continuation(flags, trainer_flags)
     for name, (before, now) in found.start.changes.items():
         say(f"changed: {name} {before} -> {now}")
@@ -161,6 +170,53 @@ def write(continuation: Continuation, *, output: Output) -> str:
     return script if output == "script" else command
 
 
+def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
+    """Write a batch script whose tasks start or continue the runs of an ablation or a ladder, one each.
+
+    Raises: ConfigError if TARGET holds none that can be trained so; whatever the trainer would reject.
+    """
+    from gpt2lab.commands.command_line import parse
+    from gpt2lab.runs import history
+    from gpt2lab.training.recipe import PRETRAINING
+    from gpt2lab.training.resolve import resolve
+
+    if (
+        flags.output != "slurm"
+        or flags.num_gpus
+        or flags.nodes > 1
+        or (flags.gpus or 0) > 1
+        or argv
+    ):
+        raise ConfigError(
+            "--array goes with --output slurm, and --gpus 0 or 1: each task trains one run with its own settings"
+        )
+    out = paths.from_working_directory(Path(flags.target))
+    files = sorted((out / "settings").glob("*.json"))
+    if not files or (out / "code.json").exists():
+        raise ConfigError(
+            f"{out}: no runs that a job array can train; give the --out of an ablation of settings, or of a ladder, "
+            f"that was started once"
+        )
+    tasks = []
+    on_gpu = flags.gpus != 0
+    for file in files:
+        more = file.with_suffix(".flags")
+        words = ["--config", str(file), "--resume=auto"]
+        words += more.read_text().split("\n") if more.exists() else []
+        start = resolve(
+            parse(words, "pretrain").request, PRETRAINING, world_size=1, set_aside=False
+        )
+        on_gpu &= start.config.system.device != "cpu"
+        if not start.is_complete and not history.has_diverged(start.run_dir):
+            tasks.append(words)
+    if not tasks:
+        raise ConfigError(f"{out}: all {len(files)} runs that were planned are complete")
+    program = tuple(paths.trainer("train"))
+    return write_slurm(
+        Job(out.name, program, Path.cwd(), on_gpu=on_gpu, cpus=_CPUS_OF_A_GPU), tasks
+    )
+
+
 def _command(job: Job, *of_torchrun: str) -> str:
     """Write the command line of one node; `of_torchrun`: more flags of torchrun, for several processes."""
     launcher = [paths.program("python")]
@@ -170,8 +226,11 @@ def _command(job: Job, *of_torchrun: str) -> str:
     return fmt.command_line((*launcher, *job.words))
 
 
-def write_slurm(job: Job) -> str:
-    """Write a batch script that saves before the time limit and queues itself again."""
+def write_slurm(job: Job, tasks: Sequence[Sequence[str]] = ()) -> str:
+    """Write a batch script that saves before the time limit and queues itself again.
+
+    `tasks`: more words for each task of a job array.
+    """
     options = [
         f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', job.name)}",  # Slurm reads no quotes
         f"--nodes={job.nodes}",
@@ -181,6 +240,7 @@ def write_slurm(job: Job) -> str:
         "--time=12:00:00",
         f"--signal=B:USR1@{_STOP_SECONDS}",
         "--requeue",
+        *([f"--array=0-{len(tasks) - 1}"] if tasks else []),
         "--open-mode=append",
     ]
     head, start = "", _command(job, _SHUTDOWN)
@@ -192,6 +252,11 @@ def write_slurm(job: Job) -> str:
             f'    --rdzv_backend=c10d --rdzv_endpoint="$head:{_PORT}" --rdzv_id="$SLURM_JOB_ID" \\\n'
             f"    {fmt.command_line(job.words)}"
         )
+    identity = "$SLURM_JOB_ID"
+    if tasks:  # the id of one task is that of the whole array
+        identity = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        each = (f"{i}) set -- {fmt.command_line(own)} ;;\n" for i, own in enumerate(tasks))
+        head, start = f"case $SLURM_ARRAY_TASK_ID in\n{''.join(each)}esac\n", f'{start} "$@"'
     lines = "".join(f"#SBATCH {option}\n" for option in options)
     return (
         f"#!/usr/bin/env bash\n{lines}"
@@ -200,8 +265,8 @@ def write_slurm(job: Job) -> str:
         f"srun --cpus-per-task={job.cpus} --kill-on-bad-exit=1 {start} &\n"
         'child=$! again=""\n'
         # Signalled itself, srun would kill its tasks half a minute later.
-        "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1\n"
+        f"trap 'again=yes; scancel --signal=TERM \"{identity}\"' USR1\n"
         'while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done\n'
-        '[[ -z $again ]] || scontrol requeue "$SLURM_JOB_ID"\n'
+        f'[[ -z $again ]] || scontrol requeue "{identity}"\n'
         'exit "$code"'
     )

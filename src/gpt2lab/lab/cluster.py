@@ -156,6 +156,7 @@ def _train(run: SeedRun, environment: dict[str, str], working_directory: Path) -
         until = time.monotonic() + _LOCK_SECONDS
         while holder_of(run.folder) and time.monotonic() < until:
             time.sleep(0.2)
+        run.write_settings()
         trainer = start_process(run, environment)
         stderr = ""
         while trainer.returncode is None:

@@ -90,7 +90,7 @@ class SeedRun:
         return ["--config", str(self.settings_file), "--resume=auto", *self.flags]
 
     def write_settings(self) -> None:
-        """Write the chosen settings to the file for the trainer.
+        """Write the chosen settings to the file for the trainer, and beside it what the file cannot hold.
 
         Raises: SaveError.
         """
@@ -98,6 +98,9 @@ class SeedRun:
         with system_errors_as(SaveError, self.settings_file, fix="choose another --out"):
             self.settings_file.parent.mkdir(parents=True, exist_ok=True)
             replace_durably(self.settings_file, json.dumps(values, indent=1) + "\n")
+            self.settings_file.with_suffix(".flags").unlink(missing_ok=True)
+            if self.flags:
+                replace_durably(self.settings_file.with_suffix(".flags"), "\n".join(self.flags))
 
 
 def _trainer(code: Path | None) -> tuple[list[str], dict[str, str]]:
@@ -270,6 +273,8 @@ def run_all(
     Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
         Called again, it continues where it stopped.
     """
+    for run in runs:  # all at once, for a job array of those that Ctrl+C leaves
+        run.write_settings()
     devices = {run.request.config.system.device for run in runs}
     trainers = _Trainers(machine or Machine(), jobs, on_cpu=devices == {"cpu"})
     may_diverge = on_divergence == "continue"
@@ -359,8 +364,7 @@ class Machine:
 
 
 def start_process(run: SeedRun, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start the trainer of a run as a process that ends with this one."""
-    run.write_settings()
+    """Start the trainer of a run, whose settings are written, as a process that ends with this one."""
     command, own = _trainer(run.code)
     return subprocess.Popen(
         [*command, *run.trainer_words()],

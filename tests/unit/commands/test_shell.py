@@ -144,6 +144,8 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
         written.append(tmp_path / f"{output}{kind.job.nodes}.sh")
         written[-1].write_text(write(kind, output=output))
+    written.append(tmp_path / "array.sh")
+    written[-1].write_text(resume_command.write_slurm(found.job, [["--resume=auto", "a b"], []]))
     assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
     bad = tmp_path / "bad.sh"
     bad.write_text("#!/bin/bash\ncd $1\n")

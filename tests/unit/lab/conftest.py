@@ -17,7 +17,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run_here(_: Any, run: SeedRun, *__: Any) -> tuple[int, str]:
         names.append(run.name)
-        run.write_settings()
         try:
             pretrain(parse(run.trainer_words()))
         except GPT2LabError as error:

@@ -1,6 +1,8 @@
 """`gpt2lab ablate`: what it rejects, what it reads off the curves, and that nothing complete is trained again."""
 
 import json
+import re
+import shlex
 import signal
 import threading
 import time
@@ -11,7 +13,7 @@ import pytest
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.commands import ablate
+from gpt2lab.commands import ablate, resume_command
 from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
@@ -158,6 +160,29 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
     settings["hot"][0] = "--max_lr=0.02"
     with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02"):
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
+
+
+def test_a_job_array_trains_what_an_ablation_has_left(
+    shared, started, tmp_path, monkeypatch, capsys
+):
+    """Each task has the words of its run, also those that no settings file holds."""
+    runs = plan_runs({"a": [], "b b": ["--stop_after_steps=3"]}, shared, seeds=(1,), out=tmp_path)
+    words = [str(tmp_path), "--output=slurm", "--array", "--gpus=0"]
+    with pytest.raises(ConfigError, match="was started once"):
+        resume_command.main(words)
+    with pytest.raises(CheckError, match="b b_seed1 stopped before its end"):
+        run_all(runs)
+    resume_command.main(words)
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-0\n" in script
+    assert "--gpus" not in script
+    (line,) = re.findall(r"^0\) set -- (.*) ;;$", script, re.M)
+    assert shlex.split(line) == runs[1].trainer_words()
+    pretrain(parse(shlex.split(line)[:2] + ["--resume=auto"]))
+    with pytest.raises(ConfigError, match="all 2 runs that were planned are complete"):
+        resume_command.main(words)
+    with pytest.raises(ConfigError, match="--array goes with"):
+        resume_command.main([*words, "--max_lr=1"])
 
 
 def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, capsys):
