@@ -162,23 +162,21 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
-def test_a_job_array_trains_what_an_ablation_has_left(
-    shared, started, tmp_path, monkeypatch, capsys
-):
+def test_a_job_array_trains_what_an_ablation_has_left(shared, started, tmp_path, capsys):
     """Each task has the words of its run, also those that no settings file holds."""
-    runs = plan_runs({"a": [], "b b": ["--stop_after_steps=3"]}, shared, seeds=(1,), out=tmp_path)
+    runs = plan_runs({"a": [], "b": ["--stop_after_steps=3"]}, shared, seeds=(1,), out=tmp_path)
     words = [str(tmp_path), "--output=slurm", "--array", "--gpus=0"]
     with pytest.raises(ConfigError, match="was started once"):
         resume_command.main(words)
-    with pytest.raises(CheckError, match="b b_seed1 stopped before its end"):
-        run_all(runs)
+    run_all(runs[:1])
+    runs[1].write_settings()
     resume_command.main(words)
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-0\n" in script
     assert "--gpus" not in script
     (line,) = re.findall(r"^0\) set -- (.*) ;;$", script, re.M)
     assert shlex.split(line) == runs[1].trainer_words()
-    pretrain(parse(shlex.split(line)[:2] + ["--resume=auto"]))
+    pretrain(parse([*shlex.split(line)[:2], "--resume=auto"]))
     with pytest.raises(ConfigError, match="all 2 runs that were planned are complete"):
         resume_command.main(words)
     with pytest.raises(ConfigError, match="--array goes with"):
