@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint import catalog
-from gpt2lab.data.prepare.cluster import connected
 from gpt2lab.errors import CheckError, ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.lab.seed_runs import Machine, SeedRun, require_gpus, start_process
-from gpt2lab.mirror.extension import fetch_newer
 from gpt2lab.runs.console import say
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import LOG, holder_of
@@ -42,6 +40,8 @@ def machine_of(address: str | None) -> Iterator[Machine]:
     if address is None:
         yield Machine()
         return
+    from gpt2lab.data.prepare.cluster import connected
+
     with connected(address) as ray:
         yield Cluster(ray)
 
@@ -110,6 +110,8 @@ class _Task:
         code, stderr, files = self._end()
         url, folder = self._run.request.config.checkpoint.checkpoint_mirror, self._run.folder
         if url is not None:
+            from gpt2lab.mirror.extension import fetch_newer
+
             for name, content in files.items():
                 path = folder / name
                 if not path.exists() or path.read_bytes() != content:

@@ -273,10 +273,10 @@ def run_all(
     Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
         Called again, it continues where it stopped.
     """
-    for run in runs:  # all at once, for a job array of those that Ctrl+C leaves
-        run.write_settings()
     devices = {run.request.config.system.device for run in runs}
     trainers = _Trainers(machine or Machine(), jobs, on_cpu=devices == {"cpu"})
+    for run in runs:  # all at once, for a job array of those that Ctrl+C leaves
+        run.write_settings()
     may_diverge = on_divergence == "continue"
 
     def train(number: int, run: SeedRun) -> SeedRun:
