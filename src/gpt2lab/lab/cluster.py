@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint import catalog
-from gpt2lab.errors import CheckError, ConfigError
+from gpt2lab.errors import CheckError
 from gpt2lab.files import replace_durably
-from gpt2lab.lab.seed_runs import Machine, SeedRun, require_gpus, start_process
+from gpt2lab.lab.seed_runs import Machine, SeedRun
 from gpt2lab.runs.console import say
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import LOG, holder_of
@@ -32,7 +32,7 @@ End = tuple[int, str, dict[str, bytes]]  # exit code, standard error, small file
 
 
 @contextlib.contextmanager
-def machine_of(address: str | None) -> Iterator[Machine]:
+def machine_of(address: str | None) -> Iterator[Machine | Cluster]:
     """Yield what starts runs: the Ray cluster at `address`, or this machine without one.
 
     Raises: ConfigError if Ray is not installed or the cluster cannot be reached.
@@ -46,7 +46,7 @@ def machine_of(address: str | None) -> Iterator[Machine]:
         yield Cluster(ray)
 
 
-class Cluster(Machine):
+class Cluster:
     """A Ray cluster, which starts each run as a task."""
 
     def __init__(self, ray: Any) -> None:
@@ -61,27 +61,26 @@ class Cluster(Machine):
     def environments(self, jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
         """Return the environment variables of each job: none with a GPU of its own, else the number of its cores.
 
-        Raises: ConfigError if there are fewer GPUs, or cores, than jobs.
+        They are fewer than the jobs if there are too few GPUs or cores.
         """
         if not on_cpu and (gpus := sum(self.resources("GPU"))):
-            require_gpus(jobs, gpus)
-            return [{}] * jobs
+            return [{}] * min(jobs, gpus)
         cores = self.resources("CPU")
-        most = max(cores, default=0)
-        fitting = (n for n in range(most, 0, -1) if sum(own // n for own in cores) >= jobs)
-        if not (share := next(fitting, 0)):
-            raise ConfigError(f"--jobs {jobs}: the Ray cluster has {sum(cores)} cores")
-        return [{"OMP_NUM_THREADS": str(share)}] * jobs
+        share = max([1, *cores])
+        while (room := sum(own // share for own in cores)) < jobs and share > 1:
+            share -= 1
+        return [{"OMP_NUM_THREADS": str(share)}] * min(jobs, room)
 
-    def start(self, run: SeedRun, environment: dict[str, str]) -> _Task:
+    def start(self, run: SeedRun, environment: dict[str, str]) -> RayTask:
         """Start the trainer of a run on a node with room for it."""
-        return _Task(self, run, environment)
+        return RayTask(self, run, environment)
 
 
-class _Task:
+class RayTask:
     """A run on the cluster, with the methods of a process."""
 
     def __init__(self, cluster: Cluster, run: SeedRun, environment: dict[str, str]) -> None:
+        """Submit it."""
         self._cluster, self._run, self._environment = cluster, run, environment
         self._is_stopped = False
         self._submit()
@@ -159,7 +158,7 @@ def _train(run: SeedRun, environment: dict[str, str], working_directory: Path) -
         while holder_of(run.folder) and time.monotonic() < until:
             time.sleep(0.2)
         run.write_settings()
-        trainer = start_process(run, environment)
+        trainer = Machine().start(run, environment)
         stderr = ""
         while trainer.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # an interrupt ends no system call

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import LEAVES, policy_of, to_flat
@@ -43,6 +43,7 @@ from gpt2lab.runs.target import find_folder
 from gpt2lab.training.stop import PARENT
 
 if TYPE_CHECKING:
+    from gpt2lab.lab.cluster import Cluster, RayTask
     from gpt2lab.training.start import Start
 
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
@@ -259,7 +260,7 @@ def run_all(
     runs: Sequence[SeedRun],
     *,
     jobs: int = 1,
-    machine: Machine | None = None,
+    machine: Machine | Cluster | None = None,
     refresh: Callable[[list[SeedRun]], object] = lambda done: None,
     on_divergence: Literal["fail", "continue"] = "fail",
     may_stop: bool = False,
@@ -324,26 +325,13 @@ def _as_completed(tasks: list[Future[SeedRun]]) -> Iterator[SeedRun]:
         raise errors[0]
 
 
-class Trainer(Protocol):
-    """A trainer that was started; `subprocess.Popen` is one."""
-
-    def communicate(self) -> tuple[Any, str]:
-        """Wait for its end; return its standard output and standard error."""
-
-    def wait(self) -> int:
-        """Wait for its end; return its exit code."""
-
-    def terminate(self) -> None:
-        """Have it save and end."""
-
-
 class Machine:
     """This machine, which starts runs as its processes."""
 
     def environments(self, jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
         """Return the environment variables of each job: a GPU of its own, or its share of the cores.
 
-        Raises: ConfigError if there are fewer GPUs than jobs.
+        They are fewer than the jobs if there are too few GPUs.
         """
         if jobs == 1:
             return [{}]
@@ -354,46 +342,38 @@ class Machine:
             listed = enumerate(smi("-L").splitlines())
             gpus = [str(number) for number, line in listed if line.startswith("GPU")]
         if gpus:
-            require_gpus(jobs, len(gpus))
             return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
         return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
 
-    def start(self, run: SeedRun, environment: dict[str, str]) -> Trainer:
-        """Start the trainer of a run."""
-        return start_process(run, environment)
-
-
-def start_process(run: SeedRun, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start the trainer of a run, whose settings are written, as a process that ends with this one."""
-    command, own = _trainer(run.code)
-    return subprocess.Popen(
-        [*command, *run.trainer_words()],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
-        env={**own, **environment, PARENT: str(os.getpid())},
-    )
-
-
-def require_gpus(jobs: int, gpus: int) -> None:
-    """Reject more jobs than GPUs.
-
-    Raises: ConfigError.
-    """
-    if gpus < jobs:
-        there = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
-        raise ConfigError(f"--jobs {jobs}: there {there}, and each run needs its own")
+    def start(self, run: SeedRun, environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Start the trainer of a run, whose settings are written, as a process that ends with this one."""
+        command, own = _trainer(run.code)
+        return subprocess.Popen(
+            [*command, *run.trainer_words()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Else a run would continue alone and block the next start. A function between fork and exec may deadlock.
+            env={**own, **environment, PARENT: str(os.getpid())},
+        )
 
 
 class _Trainers:
     """The running trainers; after one has failed or all were told to stop, none starts."""
 
-    def __init__(self, machine: Machine, jobs: int, *, on_cpu: bool) -> None:
+    def __init__(self, machine: Machine | Cluster, jobs: int, *, on_cpu: bool) -> None:
+        """Raises: ConfigError if the machine has no room for so many at a time."""
         self.stopping = threading.Event()
-        self._machine, self._running = machine, list[Trainer]()
+        self._machine = machine
+        self._running: list[subprocess.Popen[str] | RayTask] = []
+        environments = machine.environments(jobs, on_cpu=on_cpu)
+        if len(environments) < jobs:
+            room = fmt.number_of(len(environments), "run")
+            raise ConfigError(
+                f"--jobs {jobs}: there is room for {room} at a time, each on a GPU or a core of its own"
+            )
         self._free = queue.SimpleQueue[dict[str, str]]()  # as many as threads call `run`
-        for environment in machine.environments(jobs, on_cpu=on_cpu):
+        for environment in environments:
             self._free.put(environment)
 
     def run(self, run: SeedRun) -> tuple[int, str]:

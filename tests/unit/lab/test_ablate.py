@@ -363,7 +363,7 @@ def test_jobs_on_the_cpu_need_no_gpus(shared, started, tmp_path, monkeypatch):
     settings = {"a": ["--max_steps=1"], "b": ["--max_steps=1", "--max_lr=0.01"]}
     flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
     runs = plan_runs(settings, flags, seeds=(1,), out=tmp_path)
-    with pytest.raises(ConfigError, match="--jobs 2: there is 1 GPU,"):
+    with pytest.raises(ConfigError, match="--jobs 2: there is room for 1 run at a time"):
         run_all(runs, jobs=2)
     assert started == []
     runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
