@@ -90,7 +90,7 @@ def read_settings(path: Path) -> dict[str, list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{path}: {why}; values to compare are flags: --max_lr 1e-3 2e-3"
+            f"{path}: {why}; values to compare are flags: --weight_decay 0 0.1"
         ) from error
     settings: dict[str, list[str]] = {}
     for number, line in enumerate(lines, start=1):
