@@ -41,13 +41,12 @@ def start_cluster() -> Iterator[Callable[..., tuple[str, psutil.Process]]]:
         process.communicate("", timeout=launch.HANG_SECONDS)
 
 
-def until(found: Callable[[], Any]) -> Any:
+def until(found: Callable[[], Any], ablation: subprocess.Popen[str]) -> Any:
     """Call a function until it finds something."""
-    for _ in range(launch.HANG_SECONDS * 10):
-        if (it := found()) is not None:
-            return it
+    while (it := found()) is None:
+        assert ablation.poll() is None, ablation.communicate()
         time.sleep(0.1)
-    raise AssertionError("never")
+    return it
 
 
 def run_on(node: psutil.Process) -> str | None:
@@ -81,6 +80,7 @@ def test_a_node_that_dies_has_its_runs_resumed_elsewhere(
         if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
             pytest.skip("needs root, to give a node a disk of its own")
         out.mkdir()
+        (tmp_path / "mirror").mkdir()
         mount = f'mount -t tmpfs none {out} && exec "$@"'
         of_its_own = ["unshare", "--mount", "bash", "-c", mount, "node"]
         words.append(f"--checkpoint_mirror=file://{tmp_path / 'mirror'}")
@@ -97,8 +97,8 @@ def test_a_node_that_dies_has_its_runs_resumed_elsewhere(
         return True if list(place.glob("step_*/manifest.json")) else None
 
     ablation = begin()
-    name = until(lambda: run_on(node))
-    until(has_saved)
+    name = until(lambda: run_on(node), ablation)
+    until(has_saved, ablation)
     ablation.send_signal(signal.SIGINT)
     printed, said = ablation.communicate()
     assert (ablation.returncode, printed) == (0, "")
@@ -106,8 +106,8 @@ def test_a_node_that_dies_has_its_runs_resumed_elsewhere(
     assert run_on(node) is None
 
     ablation = begin()
-    name = until(lambda: run_on(node))
-    until(has_saved)
+    name = until(lambda: run_on(node), ablation)
+    until(has_saved, ablation)
     for process in (*node.children(recursive=True), node):
         process.kill()
     printed, said = ablation.communicate()
