@@ -13,7 +13,6 @@ from gpt2lab import fmt
 from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
 from gpt2lab.files import is_number, replace_durably
-from gpt2lab.lab.cluster import Cluster
 from gpt2lab.lab.over_seeds import (
     QUESTIONS,
     SMALLEST,
@@ -50,7 +49,7 @@ class Ablation:
     smallest: float = SMALLEST  # differences below it count as equal, in nats/token
     max_seeds: int | None = None  # add seeds until all settings are decided, at most so many
     jobs: int = 1
-    machine: Machine | Cluster = field(default_factory=Machine)
+    machine: Machine = field(default_factory=Machine)
     # Of settings with code of their own, also of those that need no seeds: see `other_code`.
     code: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 

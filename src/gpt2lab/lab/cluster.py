@@ -32,7 +32,7 @@ End = tuple[int, str, dict[str, bytes]]  # exit code, standard error, small file
 
 
 @contextlib.contextmanager
-def machine_of(address: str | None) -> Iterator[Machine | Cluster]:
+def machine_of(address: str | None) -> Iterator[Machine]:
     """Yield what starts runs: the Ray cluster at `address`, or this machine without one.
 
     Raises: ConfigError if Ray is not installed or the cluster cannot be reached.
@@ -46,7 +46,7 @@ def machine_of(address: str | None) -> Iterator[Machine | Cluster]:
         yield Cluster(ray)
 
 
-class Cluster:
+class Cluster(Machine):
     """A Ray cluster, which starts each run as a task."""
 
     def __init__(self, ray: Any) -> None:

@@ -19,7 +19,6 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckError, ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.lab.ablation import read_curve
-from gpt2lab.lab.cluster import Cluster
 from gpt2lab.lab.ladder_file import DATA, Family, read_family
 from gpt2lab.lab.seed_runs import (
     Machine,
@@ -61,7 +60,7 @@ def open_ladder(file: str, out: Path | None, *, trunks: bool = False) -> Family:
     return family
 
 
-def train_ladder(family: Family, machine: Machine | Cluster, *, jobs: int, top: bool) -> None:
+def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> None:
     """Train every rung that is not complete, started by `machine`.
 
     `top`: then predict the top rung, write that down, and train it.

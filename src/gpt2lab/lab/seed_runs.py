@@ -43,9 +43,9 @@ from gpt2lab.runs.target import find_folder
 from gpt2lab.training.stop import PARENT
 
 if TYPE_CHECKING:
-    from gpt2lab.lab.cluster import Cluster, RayTask
     from gpt2lab.training.start import Start
 
+Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait and terminate
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
 
 
@@ -260,7 +260,7 @@ def run_all(
     runs: Sequence[SeedRun],
     *,
     jobs: int = 1,
-    machine: Machine | Cluster | None = None,
+    machine: Machine | None = None,
     refresh: Callable[[list[SeedRun]], object] = lambda done: None,
     on_divergence: Literal["fail", "continue"] = "fail",
     may_stop: bool = False,
@@ -345,7 +345,7 @@ class Machine:
             return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
         return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
 
-    def start(self, run: SeedRun, environment: dict[str, str]) -> subprocess.Popen[str]:
+    def start(self, run: SeedRun, environment: dict[str, str]) -> Trainer:
         """Start the trainer of a run, whose settings are written, as a process that ends with this one."""
         command, own = _trainer(run.code)
         return subprocess.Popen(
@@ -361,11 +361,11 @@ class Machine:
 class _Trainers:
     """The running trainers; after one has failed or all were told to stop, none starts."""
 
-    def __init__(self, machine: Machine | Cluster, jobs: int, *, on_cpu: bool) -> None:
+    def __init__(self, machine: Machine, jobs: int, *, on_cpu: bool) -> None:
         """Raises: ConfigError if the machine has no room for so many at a time."""
         self.stopping = threading.Event()
         self._machine = machine
-        self._running: list[subprocess.Popen[str] | RayTask] = []
+        self._running: list[Trainer] = []
         environments = machine.environments(jobs, on_cpu=on_cpu)
         if len(environments) < jobs:
             room = fmt.number_of(len(environments), "run")
