@@ -84,7 +84,9 @@ def _train_branches(
     """Train each trunk to its next branch, and the branches there, until all of these are complete."""
     waiting = sorted(family.branches(rungs).items(), key=lambda one: one[1][1])
     while waiting:
-        stage = {trunk.name: (name, trunk, step) for name, (trunk, step) in reversed(waiting)}
+        stage: dict[str, tuple[str, SeedRun, int]] = {}
+        for name, (trunk, step) in waiting:
+            stage.setdefault(trunk.name, (name, trunk, step))
         waiting = [one for one in waiting if one[0] not in {name for name, *_ in stage.values()}]
         legs, branches = [], []
         for name, trunk, step in stage.values():

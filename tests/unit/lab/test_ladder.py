@@ -259,7 +259,7 @@ def test_trunks_train_0_58_of_the_tokens_of_separate_runs(longer, tmp_path, caps
 
 def test_a_branch_of_a_trunk_has_the_bits_of_a_run_of_its_own(longer, tmp_path, started, capsys):
     text = longer.read_text().replace("seeds = [1, 2, 3]", "seeds = [1]")
-    longer.write_text(text.replace("2560, 5120]", "2560]").partition("[rate]")[0])
+    longer.write_text(text.replace("2560, 5120]", "2560]") + "check = []")
     words = [str(longer), f"--out={tmp_path}", "--trunks"]
     assert ladder.main(["run", *words]) == 0
     assert started[:9] == [
