@@ -79,7 +79,7 @@ def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> N
 
 
 def _train_branches(
-    family: Family, rungs: Sequence[SeedRun], machine: Machine | Cluster, *, jobs: int
+    family: Family, rungs: Sequence[SeedRun], machine: Machine, *, jobs: int
 ) -> None:
     """Train each trunk to its next branch, and the branches there, until all of these are complete."""
     waiting = sorted(family.branches(rungs).items(), key=lambda one: one[1][1])

