@@ -170,8 +170,7 @@ def fit_memory(predictor: Predictor, job: Job) -> Estimate:
     """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job)
     if found.memory.fits is False and found.memory.largest_micro_batch:
-        size = found.memory.largest_micro_batch
-        return predictor.predict(job.with_micro_batch(size))
+        return predictor.predict(job.with_micro_batch(found.memory.largest_micro_batch))
     return found
 
 
