@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -80,6 +81,7 @@ def connected(address: str) -> Iterator[Any]:
         ray.init(
             address=address,
             log_to_driver=False,
+            logging_level=logging.ERROR,
             runtime_env={"env_vars": {"PYTHONPATH": str(_PACKAGES)}},
         )
     except (OSError, ValueError, RuntimeError) as error:
