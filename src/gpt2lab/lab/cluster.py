@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +117,9 @@ class RayTask:
                 if not path.exists() or path.read_bytes() != content:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     replace_durably(path, content)
-            fetch_newer(url, folder, catalog.newest_valid(folder, set_aside=False)[0])
+            newest, _ = catalog.newest_valid(folder, set_aside=False)
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
+                fetch_newer(url, folder, newest)
         elif not code and folder not in folder.parent.glob("*"):
             raise CheckError(
                 f"{self._run.name} was trained where this machine does not see it; give an --out that all nodes share, "
