@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ RAY = "address of a Ray cluster that trains the runs, --jobs of them at a time; 
 _ATTEMPTS = 5  # of a run whose node dies
 _LOCK_SECONDS = 150  # in which a file server unlocks what a dead node has locked
 _LOOK_SECONDS = 5.0
+_PAUSE_SECONDS = (
+    15.0  # before another attempt: for half a minute Ray may still give tasks to the dead node
+)
 _SMALL = ("*.json", METRICS, LOG, "validation/*")  # files of a run
 
 End = tuple[int, str, dict[str, bytes]]  # exit code, standard error, small files of the run
@@ -83,7 +87,7 @@ class RayTask:
     def __init__(self, cluster: Cluster, run: SeedRun, environment: dict[str, str]) -> None:
         """Submit it."""
         self._cluster, self._run, self._environment = cluster, run, environment
-        self._is_stopped = False
+        self._stopped = threading.Event()
         self._submit()
 
     def _submit(self) -> None:
@@ -95,7 +99,7 @@ class RayTask:
 
     def terminate(self) -> None:
         """Have it save and end."""
-        self._is_stopped = True
+        self._stopped.set()
         self._cluster.ray.cancel(self._task)
 
     def wait(self) -> int:
@@ -144,10 +148,12 @@ class RayTask:
             except ray.exceptions.RayTaskError as error:
                 raise CheckError(f"{name} did not start: {error.cause}") from error
             except ray.exceptions.RayError as error:
-                if self._is_stopped or attempt == _ATTEMPTS:
+                if self._stopped.is_set() or attempt == _ATTEMPTS:
                     reason = " ".join(str(error).split())[:200]
                     raise CheckError(f"{name} was lost {attempt} times: {reason}") from error
                 say(f"{name}: lost ({type(error).__name__}); continues from its last checkpoint")
+                if self._stopped.wait(_PAUSE_SECONDS):
+                    return 0, "", {}
                 self._submit()
         raise AssertionError
 
