@@ -175,7 +175,11 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     assert "give its folder" in call("data", "import", folder / "train.bin").stderr
     done = call("data", "import", folder)
     assert (done.returncode, "train with: " in done.stdout) == (0, True)
-    assert "no id" not in done.stderr, "its characters have no end of text"
+    assert "no end of text" not in done.stderr
+    (folder / "meta.pkl").rename(folder / "other.pkl")
+    done = call("data", "import", folder, f"--out={tmp_path / 'as_gpt2'}")
+    assert "warning: no end of text of gpt2" in done.stderr
+    (folder / "other.pkl").rename(folder / "meta.pkl")
     flags = [flag for flag in flags_of(tmp_path, "a") if "hellaswag" not in flag]
     pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
     (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")

@@ -110,9 +110,9 @@ class Import(ImportOptions):
         out = paths.from_working_directory(self.out) if self.out else None
         manifest = import_folder(folder, self, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
-        if not manifest["documents"] and (end := end_of_text_of(manifest).id) is not None:
+        if not manifest["documents"] and manifest["tokenizer"]["name"] == "gpt2":  # the default
             say(
-                f"warning: no id {end} in the files: another --tokenizer wrote them, or one document"
+                "warning: no end of text of gpt2: another --tokenizer wrote these ids, or one document"
             )
         with contextlib.suppress(GPT2LabError):  # such as of an unknown tokenizer
             print("\n".join(advise_first_run(out or folder, manifest)))
