@@ -81,13 +81,23 @@ def arguments(about: str) -> argparse.Namespace:
     return wanted
 
 
+_judge: Callable[[Any], tuple[Any, list[str]]]
+
+
+def _judge_in_worker(case: Any) -> tuple[Any, list[str]]:
+    return _judge(case)
+
+
 def judged(
     judge: Callable[[Any], tuple[Any, list[str]]], cases: list[Any], wanted: argparse.Namespace
 ) -> Iterator[tuple[Any, list[str]]]:
     """Judge cases in forks for some minutes at most; yield each with what is wrong, which is printed."""
-    until = time.monotonic() + 60 * wanted.minutes
+    global _judge
+    _judge, until = judge, time.monotonic() + 60 * wanted.minutes
     with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
-        for count, (case, wrong) in enumerate(pool.imap_unordered(judge, cases), start=1):
+        for count, (case, wrong) in enumerate(
+            pool.imap_unordered(_judge_in_worker, cases), start=1
+        ):
             if count % 100 == 0:
                 print(f"{count} of {len(cases)}", file=sys.stderr, flush=True)
             for what in wrong:

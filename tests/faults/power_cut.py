@@ -272,14 +272,6 @@ def judge(trainer: Trainer, folder: Path, state: State, reference: dict[str, obj
     return wrong
 
 
-_given: tuple[Trainer, Path, dict[str, object]]
-
-
-def _judge_in_worker(state: State) -> tuple[State, list[str]]:
-    trainer, folder, reference = _given
-    return state._replace(tree={}), judge(trainer, folder / f"case-{os.getpid()}", state, reference)
-
-
 def log_of(trainer: Trainer, folder: Path, starts: tuple[tuple[str, ...], ...]) -> Log:
     """Run the starts of a scene one after the other, and return their log."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -316,14 +308,17 @@ def main() -> int:
         header = ["scene", "calls that change or flush", "different disks"]
         print(fmt.table(header, rows), flush=True)
         reference = disk.bits(folder / "quiet-0" / "run")
-        global _given
-        _given = trainer, folder, reference
         if wanted.sample is not None:
             states = dice.sample(states, wanted.sample)
         else:
             dice.shuffle(states)
         counts, bad = Counter[str](), Counter[str]()
-        for state, wrong in disk.judged(_judge_in_worker, states, wanted):
+
+        def of_worker(state: State) -> tuple[State, list[str]]:
+            wrong = judge(trainer, folder / f"case-{os.getpid()}", state, reference)
+            return state._replace(tree={}), wrong
+
+        for state, wrong in disk.judged(of_worker, states, wanted):
             counts[state.how] += 1
             bad[state.how] += bool(wrong)
     rows = [[how, str(count), str(bad[how])] for how, count in sorted(counts.items())]

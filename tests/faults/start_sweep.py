@@ -102,7 +102,7 @@ class Sweep(NamedTuple):
         flags = ["run", f"--checkpoint_dir={self.folder / 'served'}", "--port=0", "--device=cpu"]
         return disk.live([MAIN, "serve", *flags], arm, use), wrong
 
-    def judge(self, case: Case) -> Ended:
+    def judge(self, case: Case) -> tuple[tuple[Case, disk.Life], list[str]]:
         """Run a case, and the same again without a failure."""
         folder = self.folder / f"case-{os.getpid()}"
         folder.mkdir()
@@ -112,7 +112,7 @@ class Sweep(NamedTuple):
             found += [f"ended with {again.code}: {again.errors[-600:]}"] if again.code else []
             wrong += [f"repeated: {what}" for what in found]
         shutil.rmtree(folder)
-        return life, wrong
+        return (case, life), wrong
 
 
 def _ask(address: str) -> int | str:
@@ -127,42 +127,33 @@ def _ask(address: str) -> int | str:
             return repr(error)
 
 
-_sweep: Sweep
-
-
-def _judge_in_worker(case: Case) -> tuple[tuple[Case, disk.Life], list[str]]:
-    life, wrong = _sweep.judge(case)
-    return (case, life), wrong
-
-
 def main() -> int:
     """Sweep, and print what came of it."""
     wanted = disk.arguments(str(__doc__))
     dice = random.Random(wanted.seed)
-    global _sweep
     with disk.trainer(wanted.folder) as trainer:
         os.environ["XDG_STATE_HOME"] = str(wanted.folder / "state")
         import gpt2lab.serving.app
         import gpt2lab.serving.connections  # noqa: F401 - here, so that the forks have it
 
-        _sweep = Sweep(trainer, wanted.folder, {})
+        sweep = Sweep(trainer, wanted.folder, {})
         assert trainer.run(wanted.folder / "served").code == 0
         cases: list[Case] = []
         for program in ("train", "prepare", "serve"):
             for kind in KINDS:
                 quiet = wanted.folder / f"quiet-{program}-{kind}"
                 quiet.mkdir()
-                life, wrong, number = _sweep.run(Case(program, kind, 0), quiet)
+                life, wrong, number = sweep.run(Case(program, kind, 0), quiet)
                 if life.code or wrong:
                     sys.exit(f"error: {program} failed by itself: {life}, {wrong}")
                 print(f"{program}: {number} requests for a {kind}", flush=True)
                 every = range(1, number + 1)
                 some = dice.sample(every, min(number, wanted.sample or number))
                 cases += [Case(program, kind, at) for at in some]
-        _sweep.expected["train"] = disk.bits(wanted.folder / "quiet-train-thread" / "run")
+        sweep.expected["train"] = disk.bits(wanted.folder / "quiet-train-thread" / "run")
         prepared = (wanted.folder / "quiet-prepare-thread" / "data").iterdir()
-        _sweep.expected["prepare"] = {path.name: path.read_bytes() for path in prepared}
-        judged = list(disk.judged(_judge_in_worker, cases, wanted))
+        sweep.expected["prepare"] = {path.name: path.read_bytes() for path in prepared}
+        judged = list(disk.judged(sweep.judge, cases, wanted))
     ends = Counter((case.program, case.kind, str(life.code)) for (case, life), _ in judged)
     rows = [[*end, str(n)] for end, n in sorted(ends.items())]
     print(fmt.table(["program", "failed", "exit code", "runs"], rows))

@@ -57,7 +57,6 @@ class Verdict(NamedTuple):
     case: Case
     code: int
     said: str  # its error, or its last warning
-    wrong: list[str]
 
     def __str__(self) -> str:
         return str(self.case)
@@ -103,8 +102,8 @@ class Sweep(NamedTuple):
         else:
             to.mkdir()
 
-    def judge(self, case: Case) -> Verdict:
-        """Run a case and resume it."""
+    def judge(self, case: Case) -> tuple[Verdict, list[str]]:
+        """Run a case and resume it; say what is wrong."""
         folder, log = (self.folder / f"{name}-{os.getpid()}" for name in ("case", "log"))
         run = folder / "run"
         self.begin(case.scene, folder)
@@ -128,15 +127,7 @@ class Sweep(NamedTuple):
         wrong += [f"resumed: {what}" for what in found]
         spoken = [line for line in (life.said + life.errors).splitlines() if "warning: " in line]
         shutil.rmtree(folder)
-        return Verdict(case, life.code, (life.errors.splitlines() or spoken or [""])[-1], wrong)
-
-
-_sweep: Sweep
-
-
-def _judge_in_worker(case: Case) -> tuple[Verdict, list[str]]:
-    verdict = _sweep.judge(case)
-    return verdict, verdict.wrong
+        return Verdict(case, life.code, (life.errors.splitlines() or spoken or [""])[-1]), wrong
 
 
 def tables_of(calls: Iterable[Call], verdicts: list[Verdict]) -> str:
@@ -165,30 +156,30 @@ def main() -> int:
     """Sweep, and print what came of it."""
     wanted = disk.arguments(str(__doc__))
     folder, dice = wanted.folder, random.Random(wanted.seed)
-    global _sweep
     with disk.trainer(folder) as trainer:
-        _sweep = Sweep(trainer, folder, {}, {})
+        sweep = Sweep(trainer, folder, {}, {})
         calls: list[Call] = []
         cases: list[Case] = []
         for number, (scene, (before, flags)) in enumerate(SCENES.items()):
             quiet, log = folder / f"quiet-{number}", folder / f"trace-{number}"
             if before is not None:
-                _sweep.begun[scene] = folder / f"begun-{number}"
-                shutil.rmtree(_sweep.begun[scene], ignore_errors=True)
-                _sweep.begun[scene].mkdir()
-                assert trainer.run(_sweep.begun[scene], *before).code == 0
-            _sweep.begin(scene, quiet)
+                sweep.begun[scene] = folder / f"begun-{number}"
+                shutil.rmtree(sweep.begun[scene], ignore_errors=True)
+                sweep.begun[scene].mkdir()
+                assert trainer.run(sweep.begun[scene], *before).code == 0
+            sweep.begin(scene, quiet)
             log.unlink(missing_ok=True)
             life = trainer.run(quiet, *flags, trace=log)
             assert life.code == 0, life.errors
             traced = disk.read_trace(log, quiet)
             calls, cases = calls + traced, cases + cases_of(scene, traced, dice)
             print(f"{scene}: {len(traced)} calls", flush=True)
-        _sweep.reference.update(disk.bits(folder / "quiet-0" / "run"))
+        sweep.reference.update(disk.bits(folder / "quiet-0" / "run"))
         cases = dice.sample(cases, wanted.sample or len(cases))
-        verdicts = [verdict for verdict, _ in disk.judged(_judge_in_worker, cases, wanted)]
+        judged = list(disk.judged(sweep.judge, cases, wanted))
+    verdicts = [verdict for verdict, _ in judged]
     print(tables_of(calls, verdicts))
-    wrong = sum(bool(verdict.wrong) for verdict in verdicts)
+    wrong = sum(bool(found) for _, found in judged)
     print(f"\n{len(verdicts):,} runs failed and resumed, seed {wanted.seed}, {wrong} wrong")
     return 1 if wrong else 0
 
