@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -412,20 +411,3 @@ def test_benchmark_of_the_training_step(tmp_path):
     assert seconds["attention"] > 0
     measured = sum(found["profile"]["ours"]["operators"].values())
     assert measured < 1.05 * sum(seconds.values()), "kernels were counted twice"
-
-
-def test_the_environment_of_the_first_report():
-    """Prints what a report must name: pytest -m gpu -s -k environment."""
-    print()
-    for name, value in {
-        "device": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-        "NCCL": torch.cuda.nccl.version(),  # type: ignore[attr-defined,no-untyped-call]
-        "priority of attention": torch._C._get_sdp_priority_order(),
-        "processors": os.cpu_count(),
-    }.items():
-        print(f"{name:22}{value}")
-        assert value is not None
