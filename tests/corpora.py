@@ -10,6 +10,7 @@ from gpt2lab.data.prepare.pipeline import Result, Sizes, prepare
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.tokenizers.interface import Tokenizer
+from tiny import parse, pretrain
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
 MANY = [f"{i} " + TEXTS[i % len(TEXTS)] * (1 + i % 5) for i in range(400)]
@@ -36,6 +37,19 @@ def run_prepare(
     sizes = Sizes(shard_tokens, val_tokens, max_tokens, group_bytes)
     opened = open_source(str(source), text_column=text_column)
     return prepare(opened, out, sizes, tokenizer=tokenizer, **more)
+
+
+def train_on(folder: Path, name: str, texts: list[str], tokenizer: Tokenizer, *flags: str) -> None:
+    """Prepare texts with a tokenizer, and train the run `name` of two layers on them."""
+    write_jsonl(folder / "corpus" / "a.jsonl", texts)
+    run_prepare(folder / "corpus", folder / name, tokenizer=tokenizer)
+    usual = [
+        *("--n_layer=2", "--n_head=2", "--context_length=64", "--total_batch_size=256"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--mini_batch_size=2"),
+        *(f"--data_dir={folder / name}", f"--checkpoint_dir={folder / 'runs'}"),
+        *("--sample_freq=0", "--sample_prompt=", f"--run_name={name}"),
+    ]
+    pretrain(parse([*usual, *flags]))
 
 
 def ids_of(folder: Path, split: str) -> list[int]:

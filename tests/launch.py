@@ -43,6 +43,14 @@ def worked(done: Any) -> Any:
     return done
 
 
+def rejected(done: tuple[Any, ...]) -> str:
+    """Return the one line of a program that rejected its words, as `call` or `ask` returned it."""
+    assert done[0] == 2, done
+    assert not any(done[1:-1]), done
+    (line,) = done[-1].splitlines()
+    return str(line)
+
+
 def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: str = "") -> Done:
     """Run a program in this process: the same errors and exit codes.
 

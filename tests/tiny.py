@@ -65,6 +65,13 @@ def write_shards(folder: Path, *, train: tuple[int, ...], val: tuple[int, ...]) 
     return folder
 
 
+def flip_bit(path: Path, at: int = -1) -> None:
+    """Flip the lowest bit of a file's byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 _VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")
 
 

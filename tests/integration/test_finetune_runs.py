@@ -197,8 +197,7 @@ def test_settings_that_cannot_work_are_one_line(change, folder, tmp_path, wordin
 
 def test_the_command_lists_plans_and_rejects(folder, tmp_path):
     flags = flags_of(folder, tmp_path / "runs", "r", "--dry_run")
-    planned = launch.call(FINETUNE, *flags)
-    assert planned.returncode == 0
+    planned = launch.worked(launch.call(FINETUNE, *flags))
     assert f"{folder / 'pairs.jsonl'}, 22 conversations in" in planned.stdout
     listed = launch.call(FINETUNE, "--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}")
     assert "whole" in listed.stdout

@@ -26,7 +26,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
 from gpt2lab.runs import history
 from loading import T, loader_over
-from tiny import VOCAB, parse, pretrain, write_shards
+from tiny import VOCAB, flip_bit, parse, pretrain, write_shards
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
@@ -107,9 +107,7 @@ def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path, tiny_flags):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
     run_prepare(source, tmp_path / "data")
     [path] = (tmp_path / "data").glob("*_train_*")
-    content = bytearray(path.read_bytes())
-    content[-30] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, -30)
     flags = [f for f in tiny_flags if not f.startswith(("--data_dir", "--vocab_size"))]
     flags += [f"--data_dir={tmp_path / 'data'}", "--max_steps=5", "--checkpoint_freq=1"]
     with pytest.raises(DataError, match=rf"{path.name}: damaged \(its sha256"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, StaticCache
 
-from corpora import TEXTS, run_prepare, write_jsonl
+from corpora import TEXTS, train_on
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import OPTIONS
@@ -167,21 +167,9 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def train(folder: Path, name: str, *more: str) -> None:
-    """Prepare data with a tokenizer, and train the run `name` on it."""
-    write_jsonl(folder / "corpus" / "a.jsonl", TEXT)
-    run_prepare(folder / "corpus", folder / name, tokenizer=tokenizer_named(name))
-    pretrain(
-        parse(
-            [
-                *("--model=modern-nano", "--n_layer=2", "--n_head=2", "--n_embd=32"),
-                *(f"--context_length={CONTEXT}", f"--total_batch_size={4 * CONTEXT}"),
-                *("--mini_batch_size=2", "--max_steps=4", "--eval_freq=2", "--val_tokens=320"),
-                *(f"--data_dir={folder / name}", f"--checkpoint_dir={folder / 'runs'}"),
-                *("--device=cpu", "--dtype=fp32", "--compile=off", "--max_lr=0.05"),
-                *("--sample_freq=0", "--sample_prompt=", f"--run_name={name}", *more),
-            ]
-        )
-    )
+    usual = ("--model=modern-nano", "--n_embd=32", "--max_steps=4", "--max_lr=0.05")
+    usual += ("--eval_freq=2", "--val_tokens=320")
+    train_on(folder, name, TEXT, tokenizer_named(name), *usual, *more)
 
 
 @pytest.fixture(scope="module")

@@ -201,8 +201,7 @@ def test_the_agent_loop_keeps_what_is_better(planted, tiny_data, tmp_path):
     )
     agent.chmod(0o755)
     words = [tmp_path / "agent_loop.py", 2, 1e9, "|".join(launch.words_of("ablate")[:-1])]
-    done = launch.python(*words, folder=tmp_path / "r")
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.python(*words, folder=tmp_path / "r"))
     said = (tmp_path / "r" / "trials.txt").read_text()
     assert re.findall(r"^trial \d: (.*)", said, flags=re.M) in (
         ["worse", "better"],

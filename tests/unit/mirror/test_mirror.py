@@ -24,6 +24,7 @@ from gpt2lab.mirror.extension import fetch_newer
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name
 from gpt2lab.runs.overview import describe_mirror
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
+from tiny import flip_bit
 
 
 @pytest.fixture
@@ -137,9 +138,7 @@ def test_a_download_that_hangs_is_given_up(run_dir, fresh, monkeypatch, bucket):
 
 def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url, run_dir):
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[7] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
+    flip_bit(folder / "model.safetensors", 7)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged, not copied"):
         copy_to(mirror, folder)
     assert steps(connect(url, "run")) == []
