@@ -16,14 +16,14 @@ import pytest
 import safetensors.torch
 
 import launch
-from corpora import TEXTS, run_prepare, snapshot, write_jsonl
+from corpora import snapshot
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed import runtime
-from gpt2lab.errors import DataError, GPT2LabError
+from gpt2lab.errors import GPT2LabError
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training.resolve import resolve
@@ -279,16 +279,3 @@ def test_an_odd_label_is_passed_over(tmp_path, kind):
     else:
         (tmp_path / "labels" / "best").mkdir()
     assert catalog.list_checkpoints(tmp_path) == ([], [])
-
-
-def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path):
-    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
-    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
-    [path] = (tmp_path / "out").glob("*_train_*.npy")
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
-    flags = [flag for flag in FLAGS if not flag.startswith("--vocab_size")]
-    flags += [f"--data_dir={tmp_path / 'out'}", f"--checkpoint_dir={tmp_path / 'runs'}"]
-    with pytest.raises(DataError, match=path.name):
-        pretrain(parse(flags))

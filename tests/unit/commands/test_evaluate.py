@@ -1,6 +1,5 @@
 """scripts/evaluate.py and scripts/compare.py as people use them: the run's own numbers, and honest differences."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -14,13 +13,23 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.data.manifest import fingerprint_of
+import token_files
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
+from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.lab.compare import compare
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from launch import SCRIPTS, ask
-from tiny import CONTEXT, flags_of, make_tokens, parse, pretrain, write_items, write_shards
+from tiny import (
+    CONTEXT,
+    flags_of,
+    flip_bit,
+    make_tokens,
+    parse,
+    pretrain,
+    write_items,
+    write_shards,
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +116,20 @@ def test_every_token_has_its_bytes():
 
 def test_a_damaged_validation_shard_is_named(folder):
     other = write_shards(folder / "damaged", train=(500,), val=(500,))
-    files = [
-        {"name": f.name, "split": f.name.split("_")[1], "tokens": 500, "max_id": 255}
-        | {"sha256": hashlib.sha256(f.read_bytes()).hexdigest(), "bytes": f.stat().st_size}
-        for f in sorted(other.glob("*.npy"))
-    ]
-    manifest = {"format": "gpt2lab-shards/1", "tokenizer": {"name": "gpt2"}, "files": files}
-    content = json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
-    (other / "shards.json").write_text(content)
+    import_folder(other, token_files.GPT2)
     argv = ("a", "--val=damaged", "--json")
     assert ask("evaluate.py", *argv, folder=folder)["val_tokens"] == 320
-    tokens = np.load(other / "tiny_val_000000.npy")
-    tokens[7] ^= 1
-    np.save(other / "tiny_val_000000.npy", tokens)
-    code, line = ask("evaluate.py", *argv, folder=folder)
-    assert code == 2
-    assert "tiny_val_000000.npy: damaged" in line
+    flip_bit(other / "tiny_val_000000.npy", 142)
+    assert "tiny_val_000000.npy: damaged" in launch.rejected(
+        ask("evaluate.py", *argv, folder=folder)
+    )
 
 
 def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tmp_path):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     events = launch.events(tmp_path / "runs" / "tiny", "eval")
     assert [event["bits_per_byte"] for event in events] == [None, None]
-    code, line = ask("evaluate.py", "tiny", "--hellaswag", folder=tmp_path)
-    assert code == 2
+    line = launch.rejected(ask("evaluate.py", "tiny", "--hellaswag", folder=tmp_path))
     assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
 
 
@@ -139,9 +138,7 @@ def test_rejections_are_one_line(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
 
     def rejected(*argv: str) -> str:
-        code, line = ask("evaluate.py", *argv, folder=folder)
-        assert code == 2
-        return str(line)
+        return launch.rejected(ask("evaluate.py", *argv, folder=folder))
 
     assert "nowhere/x/y: no run of this name" in rejected("nowhere/x/y")
     assert "no run of this name" in rejected("gpt2-of-nobody", "--hellaswag")
@@ -155,11 +152,8 @@ def test_rejections_are_one_line(folder, monkeypatch):
 def test_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):
     shutil.copytree(folder / "runs" / "a", tmp_path / "runs" / "a")
     path = tmp_path / "runs" / "a" / "step_00000004" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    code, line = ask("evaluate.py", "runs/a/step_00000004", folder=tmp_path)
-    assert code == 2
+    flip_bit(path)
+    line = launch.rejected(ask("evaluate.py", "runs/a/step_00000004", folder=tmp_path))
     assert "damaged (sha256" in line
     assert ask("evaluate.py", "a", "--json", folder=tmp_path)["step"] == 2, "the newest valid one"
 
@@ -257,13 +251,12 @@ def test_other_units_are_never_compared(tmp_path, folder):
         "--json",
         folder=folder,
     )
-    code, line = ask("compare", "a", "fewer", folder=folder)
-    assert code == 2
+    line = launch.rejected(ask("compare", "a", "fewer", folder=folder))
     assert "validation was not measured on the same windows (20 and 10 windows)" in line
     other = write_shards(folder / "data2", train=(500,), val=(650,))
     np.save(other / "tiny_val_000000.npy", make_tokens(650, seed=77))
     ask("evaluate.py", "a", "--val=data2", "--save=others", "--json", folder=folder)
-    code, line = ask("compare", "a", "others", folder=folder)
+    line = launch.rejected(ask("compare", "a", "others", folder=folder))
     assert "(20 windows each, but different ones)" in line
 
 

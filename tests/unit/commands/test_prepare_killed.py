@@ -16,7 +16,7 @@ import pytest
 
 from corpora import MANY, assert_divided, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.shards import open_data
-from launch import HANG_SECONDS, call
+from launch import HANG_SECONDS, call, worked
 
 PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
 
@@ -53,8 +53,7 @@ def exit_code(process: subprocess.Popen[str]) -> int:
 def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path, fault):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 60)
     flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=1", "--group_bytes=700k")
-    straight = call("prepare_data.py", source, f"--out={tmp_path / 'straight'}", *flags)
-    assert straight.returncode == 0
+    worked(call("prepare_data.py", source, f"--out={tmp_path / 'straight'}", *flags))
     assert len(snapshot(tmp_path / "straight")) > 5
     assert exit_code(start(source, tmp_path / "out", *flags, fault=fault)) == -9
     assert not (tmp_path / "out").exists()
