@@ -24,10 +24,7 @@ def test_a_heavy_unit_counts_as_what_it_is():
     # Without each unit the mean is 3, 5/3 and 5/3.
     assert found.se == pytest.approx(math.sqrt(2 / 3 * (1 + 1 / 9 + 1 / 9)))
     assert (found.effective_n, found.degrees) == pytest.approx((16 / 6, 16 / 6 - 1))
-
-
-def test_one_unit_has_no_error():
-    assert estimate_mean(np.array([3.0]), np.array([7])).se is None
+    assert estimate_mean(np.array([3.0]), np.array([7])).se is None  # one unit has no error
 
 
 def test_sources_of_a_mixture_are_strata():
