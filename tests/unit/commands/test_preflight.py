@@ -18,7 +18,7 @@ from gpt2lab.commands import preflight
 from gpt2lab.config.settings import override
 from gpt2lab.distributed import processor
 from gpt2lab.training.resolve import resolve
-from tiny import parse
+from tiny import flip_bit, parse
 from whole_run import Run
 
 Usage = namedtuple("Usage", "total used free")
@@ -101,9 +101,7 @@ def test_damaged_data_are_a_no_go(damaged, prepared, tmp_path, capsys, monkeypat
     """Of a shard, where the first batch reads it."""
     run = Run(prepared, tmp_path / "runs", "--max_steps=5", "--vocab_size=50304")
     assert ask(run, capsys, monkeypatch)[0] == 0
-    content = bytearray((prepared / damaged).read_bytes())
-    content[-30] ^= 1
-    (prepared / damaged).write_bytes(content)
+    flip_bit(prepared / damaged, -30)
     code, told = ask(run, capsys, monkeypatch)
     assert code == 1
     assert damaged in failures(told)["data"]
@@ -169,10 +167,9 @@ def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--dry_run", "--fit_schedule", "--mini_batch_size=auto"])
 def test_what_does_not_go_together_is_rejected(run, flag):
-    done = launch.call(launch.TRAIN, *run.flags, "--preflight", flag)
-    assert done.returncode == 2
-    assert "--preflight" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert "--preflight" in launch.rejected(
+        launch.call(launch.TRAIN, *run.flags, "--preflight", flag)
+    )
 
 
 @pytest.mark.parametrize(
