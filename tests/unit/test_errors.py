@@ -10,22 +10,19 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "some/file")
 
 
 @pytest.mark.parametrize(
-    ("error", "more", "line"),
+    ("error", "more"),
     [
-        (FULL, {}, "runs/a: No space left on device"),
-        (FULL, {"fix": "choose another"}, "runs/a: No space left on device; choose another"),
-        (
-            FULL,
-            {"what": "cannot be written", "fix": "choose another"},
-            "runs/a: cannot be written (No space left on device); choose another",
-        ),
-        (OSError("of a library"), {"what": "not read"}, "runs/a: not read (of a library)"),
+        *((FULL, {}), (FULL, {"fix": "choose another"})),
+        (FULL, {"what": "cannot be written", "fix": "choose another"}),
+        (OSError("of a library"), {"what": "not read"}),
     ],
 )
-def test_a_system_error_names_its_place_its_reason_and_the_fix(error, more, line):
-    with pytest.raises(SaveError) as caught, system_errors_as(SaveError, "runs/a", **more):
+def test_a_system_error_names_its_place_its_reason_and_the_fix(error, more, wording):
+    with (
+        pytest.raises(SaveError, check=wording) as caught,
+        system_errors_as(SaveError, "runs/a", **more),
+    ):
         raise error
-    assert str(caught.value) == line
     assert caught.value.__cause__ is error
 
 

@@ -192,19 +192,15 @@ def test_weights_change_at_the_first_window_past_the_token(folders):
         assert numbers.tolist() == [*range(first), *range(20 - first)]
 
 
-def test_a_weight_too_small_for_a_place_is_one_line(folders):
-    with pytest.raises(ConfigError, match="b: its weight 1e-05 is too small a part"):
-        opened(f"{folders['a']}:1", f"{folders['b']}:1e-5")
-
-
-def test_a_folder_behind_a_link_is_the_same_folder(folders):
+def test_folders_and_weights_that_cannot_be_mixed_are_one_line(folders):
     link = folders["a"].parent / "link"
     link.symlink_to(folders["a"])
-    with pytest.raises(ConfigError, match="link: given twice"):
-        opened(f"{folders['a']}:1", f"{link}:1")
-
-
-def test_one_folder_with_a_weight_is_told_what_weights_need(folders):
+    for other, says in (
+        (f"{folders['b']}:1e-5", "b: its weight 1e-05 is too small a part"),
+        (f"{link}:1", "link: given twice"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            opened(f"{folders['a']}:1", other)
     with pytest.raises(DataError, match="no such data folder; a weight needs several"):
         opened(f"{folders['a']}:0.7")
     named = folders["a"].rename(folders["a"].parent / "a:0.7")

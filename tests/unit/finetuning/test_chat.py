@@ -16,7 +16,7 @@ from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
-from launch import Done, ask, call, worked
+from launch import Done, ask, call, rejected, worked
 
 PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
 
@@ -83,20 +83,15 @@ def test_the_command_answers_a_pipe_and_obeys(folder):
 
 
 def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folder):
-    done = talk(folder, "hf", f"{'word ' * 70}\nHi\n", "--max_new_tokens=2")
-    assert done.returncode == 0
+    done = worked(talk(folder, "hf", f"{'word ' * 70}\nHi\n", "--max_new_tokens=2"))
     assert "warning: hf was not fine-tuned on conversations" in done.stderr
     assert "error: the question has" in done.stderr
     assert len(done.stdout) > 1
 
 
-def test_wrong_settings_are_one_line(folder):
-    for flag, message in (
-        ("--temperature=-1", "temperature -1.0 must be 0, or at least 1e-5"),
-        ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
-        ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
-    ):
-        assert ask("chat", "tuned", flag, folder=folder) == (2, f"error: {message}")
+@pytest.mark.parametrize("flag", ["--temperature=-1", "--top_p=0", "--max_new_tokens=0"])
+def test_wrong_settings_are_one_line(folder, flag, wording):
+    wording(rejected(ask("chat", "tuned", flag, folder=folder)))
 
 
 def test_an_export_keeps_the_template(folder):
@@ -151,8 +146,7 @@ def test_without_the_library_it_says_so(folder, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "rouge_score" else real(name)
     )
-    code, line = ask("evaluate.py", "tuned", "--eval_generate", folder=folder)
-    assert code == 2
+    line = rejected(ask("evaluate.py", "tuned", "--eval_generate", folder=folder))
     assert 'pip install "rouge-score>=0.1.2"' in line
 
 

@@ -402,20 +402,12 @@ def test_a_ladder_predicts_the_loss_where_the_public_law_says_nothing(folder: Pa
         "--model=modern-nano --vocab_size=512 --optimizer=adamw",
         "--model=modern-nano --vocab_size=512 --context_length=64",
         "--model=modern-nano --vocab_size=512 --data_dir=DATA",
+        "--ladder=none",
     ],
 )
 def test_a_ladder_of_another_kind_than_the_job_is_rejected(folder, tiny_data, words, wording):
     typed = words.replace("DATA", str(tiny_data)).split()
-    code, said, error = estimated(folder, "--tokens=20M", *typed)
-    assert (code, said) == (2, "")
-    wording(error)
-
-
-def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
-    argv = [f"--checkpoint_dir={folder}", "--ladder=none", "--gpu=H100"]
-    code, _, error = launch.call("estimate_time.py", *argv)
-    assert (code, error.count("\n")) == (2, 1)
-    assert "contains no fitted ladder" in error
+    wording(launch.rejected(estimated(folder, "--tokens=20M", *typed)))
 
 
 @pytest.mark.parametrize(
@@ -429,6 +421,4 @@ def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
 def test_a_damaged_ladder_is_one_line(folder: Path, old: str, new: str, wording) -> None:
     path = folder / "mine" / results.FILE
     path.write_text(path.read_text().replace(old, new))
-    code, said, error = estimated(folder, "--model=modern-nano", "--vocab_size=512")
-    assert (code, said) == (2, "")
-    wording(error)
+    wording(launch.rejected(estimated(folder, "--model=modern-nano", "--vocab_size=512")))
