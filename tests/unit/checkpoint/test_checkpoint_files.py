@@ -32,7 +32,7 @@ from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
 from gpt2lab.training import control
-from tiny import VOCAB
+from tiny import VOCAB, flip_bit
 from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
@@ -105,9 +105,7 @@ def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path, 
     code, told = listed(verify=True)
     assert (code, "every byte of 2 checkpoints read" in told) == (0, True)
     damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-9] ^= 1
-    damaged.write_bytes(content)
+    flip_bit(damaged, -9)
     assert listed()[0] == 0
     code, told = listed(verify=True, json=True)
     assert code == 1
