@@ -126,9 +126,11 @@ def pretrain(
     if importlib.util.find_spec("gpt2lab.planner") is None:  # the core alone
         return train(request, recipe=recipe)
     from gpt2lab.commands.train import extensions, planner_of
+    from gpt2lab.interop.core import open_core
 
+    around = {"extensions": extensions(), "open_core": open_core}
     planner = planner_of(actions or command_line.Actions())
-    return train(request, recipe=recipe, extensions=extensions(), planner=planner)
+    return train(request, recipe=recipe, planner=planner, **around)
 
 
 def train(argv: Sequence[str]) -> None:

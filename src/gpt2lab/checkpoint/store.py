@@ -61,7 +61,7 @@ class TrainState:
     skipped: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
     unverified: tuple[str, ...] = ()  # shards read whose hashes were not compared before this save
-    due: tuple[str, ...] = ()  # eval, hellaswag, sample: what this save did not wait for
+    due: tuple[str, ...] = ()  # eval, hellaswag, core, sample: what this save did not wait for
     loss_scale: tuple[float, ...] | None = None  # of fp16: the scale, and steps since it changed
 
     def advance(

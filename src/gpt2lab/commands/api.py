@@ -122,7 +122,8 @@ def load(
     )
 
 
-_KINDS = ("step", "eval", "hellaswag", "sample", "checkpoint")  # of the events of `Run.metrics`
+# Of the events of `Run.metrics`.
+_KINDS = ("step", "eval", "hellaswag", "core", "sample", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Run:
         return to_flat(history.read_config(self.folder))
 
     def metrics(self, kind: str = "step") -> list[dict[str, Any]]:
-        """Return the events of one kind, in order of steps: `step`, `eval`, `hellaswag`, `sample`, `checkpoint`.
+        """Return the events of a kind in order of steps: `step`, `eval`, `hellaswag`, `core`, `sample`, `checkpoint`.
 
         Steps that a resume took again are there once, as they were taken last.
 

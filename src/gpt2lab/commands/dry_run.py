@@ -13,6 +13,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
+from gpt2lab.interop.core import open_core
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, estimate_here, memory_here
 from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs.console import Console
@@ -33,6 +34,7 @@ def print_plan(
 ) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
     start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
+    open_core(start)  # rejects what is no bundle
     if os.environ.get("RANK", "0") != "0":
         return 0
     if as_json:

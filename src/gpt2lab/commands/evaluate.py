@@ -206,8 +206,12 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
 
 
 def _add_tasks(found: _Findings, subject: Subject, flags: Evaluate, bundle: list[CoreTask]) -> None:
-    target = subject.target
-    both = [measure_core(bundle, subject)] if bundle else []
+    checkpoint, both = subject.target.checkpoint, []
+    if bundle:
+        tokenizer = subject.text_tokenizer("CORE cannot be measured")
+        core = measure_core(bundle, subject.model, subject.strategy, tokenizer)
+        assert core is not None  # nothing interrupts it
+        both.append(core)
     if flags.tasks is not None:
         both.append(measure_tasks(flags, subject))
     if subject.runtime.rank > 0:
@@ -219,8 +223,8 @@ def _add_tasks(found: _Findings, subject: Subject, flags: Evaluate, bundle: list
         found.items |= {
             evaluations.file_of(Path("tasks"), name): one for name, one in measured.items.items()
         }
-        if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
-            found.warnings.append(problem)
+        problem = checkpoint and keep_tasks(measured, checkpoint.path.parent, checkpoint.step)
+        found.warnings += [problem] if problem else []
 
 
 def _save(found: _Findings, subject: Subject, save: Path | None) -> None:

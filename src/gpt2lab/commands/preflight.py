@@ -28,6 +28,7 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
 from gpt2lab.files import staged_file
+from gpt2lab.interop.core import open_core
 from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.paths import LAUNCHED
@@ -83,6 +84,7 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         start = runtime.on_rank_zero(
             lambda: resolve(request, recipe, world_size=runtime.world_size, set_aside=False)
         )
+        runtime.on_rank_zero(lambda: open_core(start) and None)
         start = choose_hardware(start, runtime)
     except GPT2LabError as error:
         return [_rejected(error)]

@@ -55,10 +55,11 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     starts_ranks = actions.gpus is not None and ranks > 1 and paths.LAUNCHED not in os.environ
     if starts_ranks and not actions.preflight and request.resume is None:
+        from gpt2lab.interop.core import open_core
         from gpt2lab.training.resolve import resolve
 
         # Before torch. Of a resume the ranks alone read every byte of the checkpoint.
-        resolve(request, recipe, world_size=ranks, set_aside=False, planner=planner)
+        open_core(resolve(request, recipe, world_size=ranks, set_aside=False, planner=planner))
     # From here on torch is imported: seconds that the actions above do not owe.
     if starts_ranks:
         return launch(argv, recipe_name, ranks)
@@ -87,6 +88,7 @@ def run(
     Raises: GPT2LabError.
     """
     from gpt2lab.evaluation.request import require_gpu
+    from gpt2lab.interop.core import open_core
     from gpt2lab.training.extension import Extensions
     from gpt2lab.training.resolve import resolve, resolve_to_train
 
@@ -94,7 +96,7 @@ def run(
     if "RANK" not in os.environ:
         # A single rank rejects what cannot work before it imports torch, which takes seconds.
         if planner.measures(request):  # which needs torch
-            resolve(request, recipe, world_size=1, set_aside=False, planner=planner)
+            open_core(resolve(request, recipe, world_size=1, set_aside=False, planner=planner))
         else:
             planner.memory = [None]
             start = resolve_to_train(
@@ -103,6 +105,7 @@ def run(
                 world_size=1,
                 planner=planner,
                 extensions=Extensions(surroundings, warn=print),
+                open_core=open_core,
             )
             require_gpu(start.config.system.device)
         if sys.stdout.isatty():
@@ -110,7 +113,13 @@ def run(
     from gpt2lab.training.pretrain import pretrain
 
     pretrain(
-        request, recipe=recipe, extensions=surroundings, planner=planner, start=start, began=began
+        request,
+        recipe=recipe,
+        extensions=surroundings,
+        planner=planner,
+        open_core=open_core,
+        start=start,
+        began=began,
     )
     return None if start is None else start.run_dir
 

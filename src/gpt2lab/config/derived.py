@@ -187,4 +187,6 @@ def frequencies(config: Config) -> dict[str, int]:
     }
     if config.eval.hellaswag_path is not None:
         freqs["hellaswag"] = config.eval.hellaswag_freq
+    if config.eval.core is not None:
+        freqs["core"] = config.eval.core_freq
     return freqs

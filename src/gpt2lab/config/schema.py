@@ -318,6 +318,11 @@ class EvalConfig:
         "all",
         "harness = acc and acc_norm, tutorial = acc_token_norm; each costs half of the time of all",
     )
+    core: Path | None = free(
+        None, "score CORE while training: the folder or zip of DCLM's evaluation bundle"
+    )
+    core_freq: int = free(0, "steps between CORE evaluations", least=0)
+    core_limit: int | None = free(None, "of each task of CORE only N items", least=1)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class HellaSwag:
         batch_tokens: int | None = None,
     ) -> None:
         self.num_items = len(questions)
-        self._questions, self._strategy, self._runtime = questions, strategy, strategy.runtime
+        self._questions, self._strategy = questions, strategy
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
         sequences = (item for style in self._styles for item in questions.sequences[style])
         rows = make_rows(sequences, context_length=context_length)
@@ -57,23 +57,14 @@ class HellaSwag:
         Log-probabilities are fp32, over the real ids only. Of equal scores the first ending is taken, as numpy's
         argmax does for the harness. None if `interrupted`, called before each batch, returned True.
 
-        Raises: NonFiniteError: among such scores the first would always win.
+        Raises: NonFiniteError.
         """
-        world = self._runtime.world_size
-        sums = np.zeros(len(self._styles) * 4 * len(self._questions))
-        with self._strategy.evaluating(model):
-            for first in counted(range(0, len(self._batches), world), "batches"):
-                if interrupted():
-                    return None
-                mine = self._batches[first : first + world][self._runtime.rank :][:1]
-                for batch in mine:  # one, or none in the last round
-                    with torch.inference_mode(), self._strategy.autocast(), for_changing_shapes():
-                        slots, scores = score(model, batch)
-                    sums[slots] = scores
-        sums = np.sum(self._runtime.gather(sums), axis=0)  # one rank has each, the others have 0
-        if not np.isfinite(sums).all():
-            raise NonFiniteError("HellaSwag scores are not finite: broken weights")
-        by_style = sums.reshape(len(self._styles), len(self._questions), 4)
+        shape = (len(self._styles), len(self._questions), 4)
+        found = np.zeros(math.prod(shape))
+        sums = score_batches(model, self._strategy, self._batches, score, found, interrupted)
+        if sums is None:
+            return None
+        by_style = sums.reshape(shape)
         return judge(self._questions, dict(zip(self._styles, by_style, strict=True)))
 
 
@@ -166,6 +157,36 @@ def cut_batches(rows: Iterable[Item], *, batch_tokens: int) -> list[list[Item]]:
     return batches
 
 
+def score_batches(
+    model: GPT,
+    strategy: Strategy,
+    batches: Sequence[list[ScoredRow]],
+    score: Callable[[GPT, list[ScoredRow]], tuple[np.ndarray, np.ndarray]],
+    found: np.ndarray,
+    interrupted: Callable[[], bool],
+) -> np.ndarray | None:
+    """Fill `found`, zeros (..., endings), with what `score` returns; each rank computes a part, and all get the result.
+
+    None if `interrupted`, called before each batch, returned True.
+
+    Raises: NonFiniteError: among such scores the first would always win.
+    """
+    runtime = strategy.runtime
+    rank, world = runtime.rank, runtime.world_size
+    with strategy.evaluating(model):
+        for first in counted(range(0, len(batches), world), "batches"):
+            if interrupted():
+                return None
+            for batch in batches[first : first + world][rank:][:1]:  # none in the last round
+                with torch.inference_mode(), strategy.autocast(), for_changing_shapes():
+                    slots, values = score(model, batch)
+                found[..., slots] = values
+    found = np.sum(runtime.gather(found), axis=0)  # one rank has each, the others have 0
+    if not np.isfinite(found).all():
+        raise NonFiniteError("scores are not finite: broken weights")
+    return found
+
+
 def score(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
     picked, ids, owners, slots = _predict(model, rows)
@@ -173,8 +194,11 @@ def score(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
     return slots, -np.bincount(owners, weights=nats, minlength=len(slots))
 
 
-def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `score` does, and whether each ending is what the likeliest token after token would have written."""
+def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `score` does, and 1 for each ending that the likeliest token after token would have written, else 0.
+
+    The values are (2, endings).
+    """
     picked, ids, owners, slots = _predict(model, rows)
     parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
     nats, misses = [], []
@@ -186,7 +210,7 @@ def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.nd
         np.bincount(owners, weights=torch.cat(of).double().cpu().numpy(), minlength=len(slots))
         for of in (nats, misses)
     ]
-    return slots, -counts[0], counts[1] == 0
+    return slots, np.stack([-counts[0], counts[1] == 0])
 
 
 def _predict(

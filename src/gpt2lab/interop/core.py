@@ -14,7 +14,7 @@ import math
 import random
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,15 @@ from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.files import parse_json
-from gpt2lab.interop.tasks import TaskResults
+from gpt2lab.interop.tasks import TaskResults, keep_tasks
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.tokenizers.interface import Tokenizer
 
 if TYPE_CHECKING:
-    from gpt2lab.evaluation.request import Subject
+    from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.interop.scoring import Pair
+    from gpt2lab.model.gpt import GPT
+    from gpt2lab.training.start import Start
 
 _TASKS, _BASELINES = "core.yaml", "eval_meta_data.csv"
 _CONTINUED = "language_modeling"
@@ -86,7 +88,9 @@ def read_bundle(path: Path, limit: int | None) -> list[CoreTask]:
     import yaml
 
     if not (path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))):
-        raise DataError(f"--core {path}: no folder and no zip; give DCLM's evaluation bundle")
+        raise DataError(
+            f"--core {path}: no folder and no zip; give DCLM's evaluation bundle (None: no CORE)"
+        )
     folder: Any = path if path.is_dir() else zipfile.Path(path)
     if (folder / "eval_bundle").is_dir():
         folder /= "eval_bundle"
@@ -189,7 +193,7 @@ def _shared(texts: list[list[int]]) -> int:
     return next((n for n, ids in columns if len(set(ids)) > 1), min(map(len, texts)))
 
 
-def _judge(item: Item, type: str, found: list[tuple[float, bool, int]]) -> bool:
+def _judge(item: Item, type: str, found: list[tuple[float, float, int]]) -> bool:
     """Return whether an item is right, by (log-probability, whether it is greedy, tokens) of what was scored.
 
     The option with the lowest mean loss is taken, of equal ones the first. One that all others begin with has no token
@@ -202,27 +206,36 @@ def _judge(item: Item, type: str, found: list[tuple[float, bool, int]]) -> bool:
     return losses.index(min(losses)) == item.gold
 
 
-def measure_core(tasks: list[CoreTask], subject: Subject) -> TaskResults:
-    """Return what the tasks and their mean measure, the same on all ranks.
+def measure_core(
+    tasks: list[CoreTask],
+    model: GPT,
+    strategy: Strategy,
+    tokenizer: Tokenizer,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> TaskResults | None:
+    """Return what the tasks and their mean measure, the same on all ranks; None if `interrupted` returned True.
 
-    Raises: ConfigError if the weights' ids mean no text; DataError; NonFiniteError.
+    Raises: NonFiniteError.
     """
     from gpt2lab.interop.scoring import score_continuations
 
-    tokenizer = subject.text_tokenizer("CORE cannot be measured")
-    longest = subject.model.config.context_length
+    longest = model.config.context_length
     measured = TaskResults()
     centered: dict[str, list[np.ndarray]] = defaultdict(list)  # by the file of the items
-    for task in tasks:
+    for task in counted(tasks, "tasks"):
         with doing(f"CORE: {task.label}"):
             by_item = [
                 _encode(task.prompts(number), task.type, tokenizer)
                 for number in counted(range(len(task.items)), "items")
             ]
             pairs = [pair for of_item in by_item for pair in of_item]
-            nats, is_greedy = score_continuations(pairs, subject, longest=longest)
+            answers = score_continuations(
+                pairs, model, strategy, longest=longest, interrupted=interrupted
+            )
+        if answers is None:
+            return None
         lengths = [min(len(ending), longest - 1) for _, ending in pairs]
-        scored = zip(nats.tolist(), is_greedy.tolist(), lengths, strict=True)
+        scored = zip(*answers.tolist(), lengths, strict=True)
         right = np.zeros(len(by_item))
         for number, own in enumerate(by_item):
             found = [*itertools.islice(scored, len(own))]
@@ -237,13 +250,13 @@ def measure_core(tasks: list[CoreTask], subject: Subject) -> TaskResults:
             **{"task": task.label, "n": len(right), "num_fewshot": task.num_fewshot, "cut": cut},
             "metrics": {"acc": _estimate(right), "centered": _estimate(above_chance)},
         }
-    cut, total = (sum(one[key] for one in measured.numbers.values()) for key in ("cut", "n"))
-    if cut:
+    total = sum(one["n"] for one in measured.numbers.values())
+    _add_mean(measured, tasks, centered)
+    if cut := [*measured.numbers.values()][-1]["cut"]:
         measured.warnings.append(
             f"CORE: {cut:,} of {total:,} prompts are longer than the model's context of {longest} tokens and lose "
             f"examples on the left: compare with models of the same context only"
         )
-    _add_mean(measured, tasks, centered)
     return measured
 
 
@@ -266,8 +279,9 @@ def _add_mean(
         {},
         weights=np.concatenate(weights),
     )
+    cut = sum(one["cut"] for one in measured.numbers.values())
     measured.numbers[name] = {
-        **{"task": "core", "n": mean.n, "num_fewshot": None},
+        **{"task": "core", "n": mean.n, "num_fewshot": None, "cut": cut},
         "metrics": {"centered": _estimate(mean.per_unit["centered"], mean.weights, mean.strata)},
     }
 
@@ -275,3 +289,40 @@ def _add_mean(
 def _estimate(*values: Any) -> dict[str, float | None]:
     found = estimate_mean(*values)
     return {"value": found.mean, "se": found.se}
+
+
+@dataclass(frozen=True)
+class CoreOfRun:
+    """CORE as a run is scored on it while it trains."""
+
+    tasks: list[CoreTask]
+    tokenizer: Tokenizer
+    run_dir: Path
+
+    def measure(
+        self, model: GPT, strategy: Strategy, *, step: int, interrupted: Callable[[], bool]
+    ) -> tuple[dict[str, Any], str | None] | None:
+        """See `Benchmark` in training/start.py."""
+        found = measure_core(self.tasks, model, strategy, self.tokenizer, interrupted)
+        if found is None:
+            return None
+        problem = keep_tasks(found, self.run_dir, step) if strategy.runtime.rank == 0 else None
+        mean = [*found.numbers.values()][-1]
+        centered, numbers = mean["metrics"]["centered"], {key: mean[key] for key in ("n", "cut")}
+        return {"centered": centered["value"], "centered_se": centered["se"], **numbers}, problem
+
+
+def open_core(start: Start) -> CoreOfRun | None:
+    """Read the bundle that a run is scored on; None if there is none, or nothing is left to train.
+
+    Raises: ConfigError, DataError.
+    """
+    of_run = start.config.eval
+    idle = start.chosen & {"core_freq", "core_limit"}
+    if of_run.core is None and idle and "core" not in start.chosen:
+        raise ConfigError(f"--{min(idle)} is for --core; give the bundle too")
+    if of_run.core is None or start.is_complete:
+        return None
+    if start.tokenizer is None:
+        raise ConfigError(f"--core {of_run.core}: {start.no_text}: CORE cannot be measured")
+    return CoreOfRun(read_bundle(of_run.core, of_run.core_limit), start.tokenizer, start.run_dir)

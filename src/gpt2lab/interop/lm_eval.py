@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -34,8 +35,9 @@ from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.evaluation.generation import draw_each
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches
 from gpt2lab.evaluation.request import EvaluationRequest, Subject, load_subject
-from gpt2lab.interop.scoring import Pair, own_share, score_continuations
+from gpt2lab.interop.scoring import Pair, score_continuations
 from gpt2lab.model import rng
+from gpt2lab.runs.console import counted
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import jinja
 
@@ -144,7 +146,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
             own = [make_disjoint_window(window) for window in windows]
             pairs += own
             owners += [number] * len(own)
-        nats, _ = score_continuations(pairs, self._subject, longest=self.max_length + 1)
+        nats = self._score(pairs)[0]
         sums = np.bincount(owners, weights=nats, minlength=len(requests)) if pairs else nats
         return [float(value) for value in sums]
 
@@ -159,8 +161,16 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
                     f"{self.max_length}, its context length"
                 )
         pairs = [(context, ids) for _, context, ids in requests]
-        nats, is_greedy = score_continuations(pairs, self._subject, longest=self.max_length + 1)
-        return list(zip(nats.tolist(), is_greedy.tolist(), strict=True))
+        nats, is_greedy = self._score(pairs)
+        return list(zip(nats.tolist(), (is_greedy > 0).tolist(), strict=True))
+
+    def _score(self, pairs: Sequence[Pair]) -> np.ndarray:
+        subject = self._subject
+        found = score_continuations(
+            pairs, subject.model, subject.strategy, longest=self.max_length + 1
+        )
+        assert found is not None  # nothing interrupts it
+        return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request, up to the first of its stop texts."""
@@ -178,12 +188,11 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
             for batch in cut_batches(prompts, batch_tokens=self._batch_tokens)
         ]
         own: dict[int, str] = {}
-        for how, batch in own_share(batches, self._subject.runtime):
+        runtime = self._subject.runtime
+        for how, batch in counted(batches[runtime.rank :: runtime.world_size], "batches"):
             texts = self._write(*how, batch)
             own |= {prompt.slot: text for prompt, text in zip(batch, texts, strict=True)}
-        found = {
-            slot: text for part in self._subject.runtime.gather(own) for slot, text in part.items()
-        }
+        found = {slot: text for part in runtime.gather(own) for slot, text in part.items()}
         return [found[number] for number in range(len(requests))]
 
     def _sampling(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], SamplingParams]:

@@ -28,7 +28,6 @@ from gpt2lab.runs.evaluations import add_tasks, file_of, items_folder
 from gpt2lab.runs.target import is_run
 
 if TYPE_CHECKING:
-    from gpt2lab.checkpoint.catalog import CheckpointInfo
     from gpt2lab.evaluation.request import Subject
 
 # Resamples for the standard error of metrics that are not means, such as a perplexity. They give the error to 2 %;
@@ -140,10 +139,9 @@ def measure_tasks(request: TaskRequest, subject: Subject) -> TaskResults:
     return TaskResults() if subject.runtime.rank else _read(found)
 
 
-def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
-    """Write what was measured into the run of a checkpoint; return the problem, as the numbers are printed anyway."""
-    run_dir, step = checkpoint.path.parent, checkpoint.step
-    if not is_run(run_dir):  # a checkpoint that was copied
+def keep_tasks(measured: TaskResults, run_dir: Path, step: int) -> str | None:
+    """Write what was measured of a step into its run; return the problem, as the numbers are shown anyway."""
+    if not is_run(run_dir):  # of a checkpoint that was copied
         return None
     folder = items_folder(run_dir, step)
     try:

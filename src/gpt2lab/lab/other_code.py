@@ -38,7 +38,7 @@ _VAL_TOKENS = 65_536  # at most, of a short run
 # What decides what a loss means.
 _MEASURES = ("--", *(f"src/gpt2lab/{name}" for name in ("evaluation", "data", "tokenizers")))
 # Settings that only surround a run; a short run is without them.
-_SURROUNDINGS = ("track", "use_", "checkpoint_mirror", "hellaswag_", "core_", "max_hours")
+_SURROUNDINGS = ("track", "use_", "checkpoint_mirror", "hellaswag_", "core", "max_hours")
 
 # -- git -------------------------------------------------------------------------------------------------------------
 

@@ -222,7 +222,7 @@ def _settings_then(run: RecordedRun, attempt: int, info: CheckpointInfo) -> dict
     if begin := run.log.begin_of(attempt):
         # With epochs or tokens, other data would mean another length.
         values["max_steps"] = begin["max_steps"]
-    return values | {"checkpoint_mirror": None, "hellaswag_path": None}
+    return values | dict.fromkeys(("checkpoint_mirror", "hellaswag_path", "core"))
 
 
 def _require_one_setting(run: RecordedRun, events: dict[int, Event], *, first: int) -> None:

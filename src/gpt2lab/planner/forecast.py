@@ -130,8 +130,8 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     needed = (document.get("memory") or {}).get("total")
     losses = log.current("eval")
     hours = log.spent_seconds() / 3600
-    # A run whose length was changed is not the one that was forecast.
-    is_same = predicted.get("total_steps") == int(log.numbers[-1])
+    # A run whose length was changed is not the one that was forecast; no forecast counts CORE.
+    is_same = predicted.get("total_steps") == int(log.numbers[-1]) and not log.current("core")
     actual = {
         "hours": hours,
         "steps": int(log.numbers[-1]),

@@ -69,6 +69,7 @@ _FORMS: dict[str, tuple[Rules, Rules]] = {
         },
     ),
     "hellaswag": ({"n": SIZE}, dict.fromkeys(_SCORES, _NUMBER)),
+    "core": ({"n": SIZE}, dict.fromkeys(("centered", "centered_se"), _NUMBER)),
     "sample": ({"text": STRING}, {}),
     "checkpoint": ({}, {"path": STRING, "bytes": COUNT}),
     "warning": ({"message": STRING}, {}),

@@ -49,6 +49,7 @@ _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
         "acc_norm": ("Evaluation/hellaswag_accuracy", 1.0),
         "acc_token_norm": ("Evaluation/hellaswag_token_accuracy", 1.0),
     },
+    "core": {"centered": ("Evaluation/core", 1.0)},
 }
 # event -> {field that maps each source of a mixture to a number: TensorBoard tag above its name}
 _BY_SOURCE: dict[str, dict[str, str]] = {
@@ -177,7 +178,7 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         with system_errors_as(SaveError, folder), temporary_folder(folder) as fresh:
             writer = SummaryWriter(str(fresh))
             _mirror_settings(writer, to_flat(config))
-            others = map(log.current, ("eval", "hellaswag", "sample"))
+            others = map(log.current, ("eval", "hellaswag", "core", "sample"))
             in_order = (found[step] for found in others for step in sorted(found))
             for event in itertools.chain(log.current_steps(), in_order):
                 mirror(writer, event, when=event["time"])

@@ -1,10 +1,13 @@
-"""Evaluation while training: validation loss, HellaSwag, a text sample; each timed, recorded and shown."""
+"""Evaluation while training: validation loss, HellaSwag, CORE, a text sample; each timed, recorded and shown."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint.store import TrainState
@@ -30,6 +33,7 @@ class Evaluator:
         self.config, self.run_dir = components.start.config, components.start.run_dir
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
+        self.core = components.start.core
         self.average = components.average
         self.tokenizer = components.start.tokenizer
         # As announced; of conversations only the answers count.
@@ -46,9 +50,23 @@ class Evaluator:
         return f"step {state.step}/{self.progress.last_step}"
 
     def is_possible(self, name: str) -> bool:
-        """Tell whether this run can measure `eval`, `hellaswag` or `sample`."""
-        needs = {"hellaswag": self.hellaswag, "sample": self.tokenizer}
+        """Tell whether this run can measure `eval`, `hellaswag`, `core` or `sample`."""
+        needs = {"hellaswag": self.hellaswag, "core": self.core, "sample": self.tokenizer}
         return needs.get(name, True) is not None
+
+    @contextlib.contextmanager
+    def weights(self, state: TrainState, use: str) -> Iterator[GPT]:
+        """Hand out the model with all its weights, and say meanwhile what they are used for."""
+        announced = self.logger.waiting(f"{self.place(state)} | {use}")
+        with announced, self.strategy.full_model(self.model) as model:
+            yield model
+
+    def record(self, name: str, state: TrainState, began: float, **numbers: Any) -> float:
+        """Record what an evaluation measured, and return its seconds since `began`."""
+        seconds = time.monotonic() - began
+        self.progress.record_event(name, seconds)
+        self.logger.event(name, state.step, **numbers, seconds=seconds)
+        return seconds
 
     def measure(self, name: str, state: TrainState) -> TrainState | None:
         """Measure `name` with the current weights; None if a request to stop came before the end.
@@ -57,8 +75,12 @@ class Evaluator:
         """
         if name == "eval":
             return self.evaluate(state)
-        measure = {"hellaswag": self.evaluate_hellaswag, "sample": self.sample}[name]
-        return state if measure(state) else None
+        others = {
+            "hellaswag": self.evaluate_hellaswag,
+            "core": self.evaluate_core,
+            "sample": self.sample,
+        }
+        return state if others[name](state) else None
 
     def evaluate(self, state: TrainState) -> TrainState | None:
         """Return the state with the validation loss of the weights as they are, None if all were asked to stop.
@@ -68,8 +90,7 @@ class Evaluator:
         began = time.monotonic()
         # Without a better loss an evaluation may be the last long before the last step.
         may_be_last = state.step == self.progress.last_step or self.is_over(state)
-        announced = f"{self.place(state)} | evaluating {self.val_tokens:,} tokens"
-        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
+        with self.weights(state, f"evaluating {self.val_tokens:,} tokens") as model:
             result = self.validation.measure(
                 model,
                 interrupted=self.control.is_interrupted,
@@ -77,15 +98,13 @@ class Evaluator:
             )
         if result is None:
             return None
-        seconds = time.monotonic() - began
         if not math.isfinite(result.val_loss):
             raise NonFiniteError(
                 f"step {state.step}: validation loss {result.val_loss}; nothing of this step was saved. "
                 f"Resume from a checkpoint {LOWER_RATE}"
             )
         state = state.with_val_loss(result.val_loss)
-        self.progress.record_event("eval", seconds)
-        self.logger.event("eval", state.step, result=result, **result.numbers(), seconds=seconds)
+        seconds = self.record("eval", state, began, result=result, **result.numbers())
         self.keep(result.results, state.step)
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(f"{self.place(state)} | {validation_line(result, seconds)}{best}")
@@ -98,16 +117,13 @@ class Evaluator:
         if not (count := self.average.num_steps(state.step)):
             return {}
         began = time.monotonic()
-        of = f"{self.place(state)} | mean of the weights after the last {count:,} steps"
-        with (
-            self.logger.waiting(f"{of}: evaluating"),
-            self.average.in_weights(),
-            self.strategy.full_model(self.model) as model,
-        ):
+        of = f"mean of the weights after the last {count:,} steps"
+        with self.average.in_weights(), self.weights(state, f"{of}: evaluating") as model:
             result = self.validation.measure(model, interrupted=self.control.is_interrupted)
         if result is None:
             return None
-        self.logger.say(f"{of} | {validation_line(result, time.monotonic() - began)}")
+        seconds = time.monotonic() - began
+        self.logger.say(f"{self.place(state)} | {of} | {validation_line(result, seconds)}")
         return {"val_loss_average": result.val_loss}
 
     def is_over(self, state: TrainState) -> bool:
@@ -121,25 +137,42 @@ class Evaluator:
         """Measure HellaSwag accuracy of the weights as they are; tell whether it came to an end."""
         assert self.hellaswag is not None
         began = time.monotonic()
-        announced = (
-            f"{self.place(state)} | answering {self.hellaswag.num_items:,} items of HellaSwag"
-        )
-        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
+        with self.weights(
+            state, f"answering {self.hellaswag.num_items:,} items of HellaSwag"
+        ) as model:
             results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
             return False
-        seconds = time.monotonic() - began
-        self.progress.record_event("hellaswag", seconds)
         summary = summarize(results)
-        self.logger.event("hellaswag", state.step, **summary, seconds=seconds)
+        seconds = self.record("hellaswag", state, began, **summary)
         self.keep(results, state.step)
         scores = ", ".join(
-            f"{name} {summary[name]:.4f}"
-            + ("" if summary[f"{name}_se"] is None else f" +- {summary[f'{name}_se']:.4f}")
+            f"{name} {summary[name]:.4f} +- {fmt.number(summary[f'{name}_se'])}"
             for name in results.per_unit
         )
         self.logger.say(
             f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
+        )
+        return True
+
+    def evaluate_core(self, state: TrainState) -> bool:
+        """Score the weights as they are on the tasks of CORE; tell whether it came to an end."""
+        assert self.core is not None
+        began, interrupted = time.monotonic(), self.control.is_interrupted
+        with self.weights(state, "scoring CORE") as model:
+            found = self.core.measure(
+                model, self.strategy, step=state.step, interrupted=interrupted
+            )
+        if found is None:
+            return False
+        numbers, problem = found
+        seconds = self.record("core", state, began, **numbers)
+        if problem is not None:
+            self.logger.warn(problem, state.step)
+        cut = f", {numbers['cut']:,} prompts cut" if numbers["cut"] else ""
+        self.logger.say(
+            f"{self.place(state)} | CORE {numbers['centered']:.4f} +- {fmt.number(numbers['centered_se'])} "
+            f"on {numbers['n']:,} items{cut} | {fmt.duration(seconds)}"
         )
         return True
 
@@ -157,10 +190,8 @@ class Evaluator:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
-        announced = (
-            f"{self.place(state)} | writing a sample of {self.config.eval.sample_tokens} tokens"
-        )
-        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
+        use = f"writing a sample of {self.config.eval.sample_tokens} tokens"
+        with self.weights(state, use) as model:
             return self.runtime.on_rank_zero(lambda: self._sample_from(model, state, tokenizer))
 
     def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> bool:
@@ -184,9 +215,7 @@ class Evaluator:
             return False
         if self.prompt_ids:
             text = text.removeprefix(tokenizer.end_token)  # the template begins with it
-        seconds = time.monotonic() - began
-        self.progress.record_event("sample", seconds)
-        self.logger.event("sample", state.step, text=text, seconds=seconds)
+        self.record("sample", state, began, text=text)
         self.logger.say(f"{self.place(state)} | sample:\n{fmt.quoted(text)}")
         return True
 

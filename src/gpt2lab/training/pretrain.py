@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -62,7 +62,7 @@ from gpt2lab.training.resolve import resolve_to_train
 from gpt2lab.training.resume_check import check_resume, facts_of, load_state, saved_environment
 from gpt2lab.training.run_log import announce
 from gpt2lab.training.saver import Saver
-from gpt2lab.training.start import Start
+from gpt2lab.training.start import Benchmark, Start
 from gpt2lab.training.stop import Signals, end_with_parent, more_to_abort, show_stacks_on_request
 from gpt2lab.training.trainer import Trainer
 
@@ -73,14 +73,15 @@ def pretrain(
     recipe: Recipe = PRETRAINING,
     extensions: Iterable[Extension] = (),
     planner: Planner | None = None,
+    open_core: Callable[[Start], Benchmark | None] = lambda start: None,
     start: Start | None = None,
     began: float | None = None,
 ) -> None:
     """Train as requested; return when the run is complete, or has stopped and saved.
 
-    `extensions` observe the run; `planner` decides what the request leaves open. `start`: the request, already resolved
-    on a single rank; default: rank 0 resolves it for all. `began`: reading of the monotonic clock from which this start
-    counts its time; default now.
+    `extensions` observe the run; `planner` decides what the request leaves open; `open_core` reads the tasks of --core.
+    `start`: the request, already resolved on a single rank; default: rank 0 resolves it for all. `began`: reading of
+    the monotonic clock from which this start counts its time; default now.
 
     Raises: GPT2LabError with its exit code; the same on every rank.
     """
@@ -100,7 +101,7 @@ def pretrain(
     observers = Extensions(extensions, warn=_warn)
     folder: RunFolder | None = None
     try:
-        start = start or _resolve(request, recipe, runtime, planner, observers)
+        start = start or _resolve(request, recipe, runtime, planner, observers, open_core)
         if start.is_complete:
             if runtime.rank == 0:
                 steps = start.plan.max_steps
@@ -145,6 +146,7 @@ def _resolve(
     runtime: Runtime,
     planner: Planner | None,
     extensions: Extensions,
+    open_core: Callable[[Start], Benchmark | None],
 ) -> Start:
     """Have rank 0 decide what this start does; it hears how much memory each rank has free."""
     measures = planner is not None and bool(request.open_settings)
@@ -160,6 +162,7 @@ def _resolve(
             world_size=runtime.world_size,
             planner=planner,
             extensions=extensions,
+            open_core=open_core,
         )
     )
 

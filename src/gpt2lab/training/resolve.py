@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +53,7 @@ from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.locate import Place, fresh_folder, locate
 from gpt2lab.training.plan import Plan, find_repeats, make_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
-from gpt2lab.training.start import Start
+from gpt2lab.training.start import Benchmark, Start
 from gpt2lab.training.stop import find_deadlines
 
 _HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
@@ -84,15 +85,16 @@ def resolve_to_train(
     world_size: int,
     planner: Planner | None = None,
     extensions: Extensions | None = None,
+    open_core: Callable[[Start], Benchmark | None] = lambda start: None,
 ) -> Start:
     """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
 
-    Raises: ConfigError, DataError, CheckpointError.
+    `open_core` reads the tasks of --core. Raises: ConfigError, DataError, CheckpointError.
     """
     if extensions is not None:
         extensions.requested(request)
     start = resolve(request, recipe, world_size=world_size, set_aside=True, planner=planner)
-    return with_hellaswag(start)
+    return with_hellaswag(dataclasses.replace(start, core=open_core(start)))
 
 
 # -- merge the settings ----------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, DiskBudget
@@ -16,6 +17,20 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 from gpt2lab.training.init_from import InitialWeights
 from gpt2lab.training.plan import Plan
+
+
+class Benchmark(Protocol):
+    """Tasks on which a run is scored while it trains, on every rank: CORE, which is handed in from outside the core."""
+
+    def measure(
+        self, model: Any, strategy: Any, *, step: int, interrupted: Callable[[], bool]
+    ) -> tuple[dict[str, Any], str | None] | None:
+        """Keep the results of a GPT in the run; return the event's numbers, and a warning if that failed.
+
+        None if `interrupted`, which all ranks call at equal places, returned True.
+
+        Raises: NonFiniteError.
+        """
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class Start:
     warnings: tuple[str, ...]
     branch: dict[str, Any] | None = None  # of a run that begins as a branch: where from
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
+    core: Benchmark | None = None  # with --core
 
     @property
     def tokenizer(self) -> Tokenizer | None:

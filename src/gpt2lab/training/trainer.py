@@ -182,6 +182,7 @@ class Trainer:
         freqs = {
             "eval": config.eval_freq,
             "hellaswag": config.hellaswag_freq,
+            "core": config.core_freq,
             "sample": config.sample_freq,
         }
         due = [name for name, freq in freqs.items() if is_due(step, freq, self.last_step)]

@@ -70,7 +70,7 @@ def test_flat_values_put_over_the_defaults_are_the_config_again(changes):
 
 def test_paths_are_paths_in_the_config_and_text_in_the_flat_form():
     path_names = {name for name in LEAVES if is_path(name)}
-    assert path_names == {"data_dir", "hellaswag_path", "checkpoint_dir"}
+    assert path_names == {"data_dir", "hellaswag_path", "core", "checkpoint_dir"}
     config = override(Config(), {"hellaswag_path": "x"})
     assert config.eval.hellaswag_path == Path("x")
     assert to_flat(config)["hellaswag_path"] == "x"

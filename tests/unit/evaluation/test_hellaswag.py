@@ -180,7 +180,7 @@ def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_pat
     broken = build_model(config, seed=3, device=torch.device("cpu"))
     with torch.no_grad():
         broken.ln_f.bias[0] = torch.nan
-    with pytest.raises(NonFiniteError, match="HellaSwag"):
+    with pytest.raises(NonFiniteError, match="scores are not finite"):
         measure(broken, write_items(tmp_path / "items.jsonl"))
 
 

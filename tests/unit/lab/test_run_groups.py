@@ -40,7 +40,7 @@ def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
     numbers = {name: {"task": name, "n": len(right), "num_fewshot": 0, "metrics": {}}}
     items = Results("tasks", {"name": name, "items": "x"}, {"acc": right}, {})
     (checkpoint,) = list_checkpoints(run)[0]
-    assert keep_tasks(TaskResults(numbers, {name: items}), checkpoint) is None
+    assert keep_tasks(TaskResults(numbers, {name: items}), run, checkpoint.step) is None
     scores = {"acc": 1 - right, "acc_norm": right}
     kept = Results("hellaswag", {"items": len(right)}, scores, {}, step=2)
     write_results(file_of_step(run, "hellaswag", 2), kept)
