@@ -3,6 +3,7 @@
 gpt2lab prepare shakespeare --tokenizer bytes
 gpt2lab prepare python-stdlib
 gpt2lab prepare fineweb-edu
+gpt2lab prepare climbmix --num_files 8
 gpt2lab prepare my_texts/ --out data/my_texts
 gpt2lab prepare my_texts/ --tokenizer data/std_4k --out data/my_texts_4k
 """
@@ -36,7 +37,9 @@ class PrepareData:
     After an interruption the same command line resumes where it stopped.
     """
 
-    source: str = argument("shakespeare | python-stdlib | fineweb-edu | hf:NAME | a file or folder")
+    source: str = argument(
+        "shakespeare | python-stdlib | fineweb-edu | climbmix | hf:NAME | a file or folder"
+    )
     out: Path | None = option(None, "folder to create; default data/NAME")
     shard_tokens: int = option(100_000_000, "tokens per shard file", least=2)
     val_tokens: int | None = option(
@@ -55,6 +58,11 @@ class PrepareData:
         "subset of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full",
     )
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
+    num_files: int | None = option(None, "train on the first N files only", least=1)
+    val_file: str | None = option(
+        None,
+        "file whose documents are the validation split, by its name; climbmix: as nanochat, its last file",
+    )
     shuffle_documents: bool = option(
         False, "shuffle the documents of all files, in an order that depends only on the files"
     )
@@ -105,7 +113,12 @@ def prepare(flags: PrepareData) -> Path:
         raise ConfigError(f"part {flags.part!r} must be i/n with i from 1 to n, such as 2/4")
     tokenizer = open_tokenizer(flags.tokenizer, flags.end_token)
     source = open_source(
-        flags.source, text_column=flags.text_column, subset=flags.subset, revision=flags.revision
+        flags.source,
+        text_column=flags.text_column,
+        subset=flags.subset,
+        revision=flags.revision,
+        num_files=flags.num_files,
+        val_file=flags.val_file,
     )
     suffix = f"_part{part[0]}of{part[1]}" if part[1] > 1 else ""
     default = paths.from_repository(Path("data") / f"{source.name}{suffix}")

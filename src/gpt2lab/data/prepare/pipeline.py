@@ -39,7 +39,7 @@ from gpt2lab.data.prepare.work import (
     drop_unfinished,
     run_task,
 )
-from gpt2lab.data.prepare.write import SplitRule, rule_by_documents, rule_for
+from gpt2lab.data.prepare.write import EVERY_DOCUMENT, SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.shards import JOURNAL
 from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError, system_errors_as
@@ -131,13 +131,18 @@ def plan_preparation(
     """Divide the source into groups and decide which documents are held out.
 
     `max_tokens` are taken from the first groups in proportion to their sizes: from as many groups as hold three times
-    that number by the sizes of their files.
+    that number by the sizes of their files. Where one file is the validation split, they are training tokens, and
+    `val_tokens` its first ones; default all.
 
     Raises: DataError if there are fewer groups than parts.
     """
-    groups = deal(source.files, group_bytes=sizes.group_bytes, shuffle=shuffle)
-    size = sum(group.size for group in groups)
+    groups, held_out = (
+        deal(files, group_bytes=sizes.group_bytes, shuffle=shuffle) for files in source.split()
+    )
+    size, val_size = (sum(group.size for group in some) for some in (groups, held_out))
     expected = max(1, source.text_bytes() // tokenizer.bytes_per_token)
+    of_val = expected * val_size // max(1, size + val_size)
+    expected -= of_val
     budgets: dict[int, int | None] = {group.number: None for group in groups}
     if sizes.max_tokens is not None and 3 * sizes.max_tokens < expected:
         ends = list(itertools.accumulate(group.size for group in groups))
@@ -149,21 +154,28 @@ def plan_preparation(
     largest = max(2, int(VAL_FRACTION * expected))
     if val_tokens is None:
         val_tokens = min(LARGEST_DEFAULT_VAL, largest)
-    elif 2 * val_tokens > expected:
+    elif 2 * val_tokens > expected and not held_out:
         note = f"val_tokens {val_tokens:,} is over half of the text; about {largest:,} are held out"
         val_tokens = largest
+    rule, first = rule_for(val_tokens, expected), len(groups)
+    if held_out:
+        rule = SplitRule(0, rule.cap)
+        held_out = tuple(dataclasses.replace(g, number=first + g.number) for g in held_out)
+        budgets |= dict.fromkeys(group.number for group in held_out)
+        if sizes.val_tokens is not None:
+            budgets |= _share_out(sizes.val_tokens, held_out)
+        groups, expected = groups + held_out, expected + min(sizes.val_tokens or of_val, of_val)
     if part[1] > len(groups):
         raise DataError(
             f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; use at most that many "
             f"parts, or a smaller --group_bytes"
         )
-    rule = rule_for(val_tokens, expected)
     tasks = tuple(
         Task(
             group=group,
             text_column=source.text_column,
             shard_tokens=sizes.shard_tokens,
-            rule=rule,
+            rule=rule if group.number < first else EVERY_DOCUMENT,
             budget=budgets[group.number],
             skip_bad=skip_bad or source.skips_bad,
             shuffle=shuffle,
@@ -323,6 +335,12 @@ def _divide(
     )
     total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
     is_part = len(finished) < plan.num_groups
+    if source.val_file is not None:
+        if not is_part and min(train, val) < 2:
+            raise DataError(
+                f"{source.origin}: {train} tokens to train on, {val} in {source.val_file}"
+            )
+        return finished, _record(f"file {source.val_file}", rule), None
     if total == 0 and not is_part:
         raise DataError(f"{source.origin}: no document contains text")
     if total < LEAST_TOKENS and not is_part:
@@ -470,9 +488,10 @@ def learning_texts(
     sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
     plan = plan_preparation(source, sizes, tokenizer=GPT2)
     threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
+    files = source.files if with_held_out else source.split()[0]
     documents = (
         document
-        for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True)
+        for group in deal(files, group_bytes=_GROUP_BYTES, shuffle=True)
         for share in group.shares
         for document in read(share, text_column=source.text_column)
     )

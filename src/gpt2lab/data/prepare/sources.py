@@ -7,7 +7,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
@@ -17,6 +17,9 @@ from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+# As in karpathy/nanochat, nanochat/dataset.py: its last file is the validation split, whatever is trained on.
+CLIMBMIX, CLIMBMIX_VAL = "karpathy/climbmix-400b-shuffle", "shard_06542.parquet"
+_NAMED = ("shakespeare", "python-stdlib", "fineweb-edu", "climbmix")
 _HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<name>.+)")
 
 
@@ -32,13 +35,20 @@ class TextSource:
     revision: str | None = None  # of a hub's data set
     note: str | None = None  # a warning: files that are not read
     skips_bad: bool = False  # files that cannot be read are left out
+    val_file: str | None = None  # the one that is the validation split, instead of documents of all
 
     @property
     def identity(self) -> str:
         """Identifies the documents as far as possible before they are read: a hash of the files' names and sizes."""
         at = f", revision {self.revision}" if self.revision else ""
+        at += f", validation {self.val_file}" if self.val_file else ""
         listed = "".join(f"{file.name} {file.size}\n" for file in self.files)
         return f"{hash_of(listed).hex()}, column {self.text_column}{at}"
+
+    def split(self) -> tuple[list[File], list[File]]:
+        """Return the files that are trained on, and those of which every document is held out."""
+        train = [file for file in self.files if file.name != self.val_file]
+        return train, [file for file in self.files if file.name == self.val_file]
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -63,12 +73,40 @@ class TextSource:
 
 
 def open_source(
-    source: str, *, text_column: str, subset: str | None = None, revision: str | None = None
+    source: str,
+    *,
+    text_column: str,
+    subset: str | None = None,
+    revision: str | None = None,
+    num_files: int | None = None,
+    val_file: str | None = None,
 ) -> TextSource:
-    """Return the source that a command line names: shakespeare, python-stdlib, fineweb-edu, hf:NAME, a file or folder.
+    """Return the source that a command line names: one of _NAMED, hf:NAME, a file or folder.
+
+    `num_files`: how many files are trained on, the first ones; `val_file`: the one that is the validation split.
 
     Raises: DataError if it is none of these.
     """
+    if source == "climbmix":
+        val_file = val_file or CLIMBMIX_VAL
+    opened = _open(source, text_column, subset, revision)
+    if val_file is None and num_files is None:
+        return opened
+    names = [file.name for file in opened.files]
+    if val_file is not None and val_file not in names:
+        hint = fmt.did_you_mean(val_file, names, f"the last one is {names[-1]}")
+        raise DataError(f"val_file {val_file}: {opened.origin} has no such file; {hint}")
+    train, val = replace(opened, val_file=val_file).split()
+    if not train:
+        raise DataError(f"val_file {val_file}: is the only file, and none is left to train on")
+    if num_files is not None and num_files > len(train):
+        raise DataError(f"num_files {num_files}: {opened.origin} has {len(train)} to train on")
+    return replace(opened, files=(*train[:num_files], *val), val_file=val_file)
+
+
+def _open(source: str, text_column: str, subset: str | None, revision: str | None) -> TextSource:
+    if source == "climbmix" and subset is None:
+        return _hugging_face(CLIMBMIX, None, source, source, text_column, revision)
     if source == "fineweb-edu":
         chosen = subset or "sample-10BT"
         suffix = "" if chosen == "sample-10BT" else f"_{_plain(chosen.removeprefix('sample-'))}"
@@ -80,15 +118,14 @@ def open_source(
         return _hugging_face(source[3:], subset, plain, plain, text_column, revision)
     for flag, value in (("subset", subset), ("revision", revision)):
         if value is not None:
-            raise DataError(f"--{flag} {value}: only fineweb-edu and hf:NAME have {flag}s")
+            raise DataError(f"--{flag} {value}: {source} has none; fineweb-edu and hf:NAME do")
     if source == "python-stdlib":
         return _python_stdlib()
     if source == "shakespeare":
         return _shakespeare()
     path = Path(source).expanduser()
     if not path.exists():
-        known = "and not shakespeare, python-stdlib, fineweb-edu or hf:NAME"
-        hint = fmt.did_you_mean(source, ("shakespeare", "python-stdlib", "fineweb-edu"), known)
+        hint = fmt.did_you_mean(source, _NAMED, f"and not {', '.join(_NAMED)} or hf:NAME")
         raise DataError(f"{source}: no such file or folder{';' if '?' in hint else ','} {hint}")
     return _local(path, text_column)
 

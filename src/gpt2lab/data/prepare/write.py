@@ -33,6 +33,9 @@ class SplitRule:
     cap: int
 
 
+EVERY_DOCUMENT = SplitRule(KEYS, KEYS)  # of a file that is the validation split
+
+
 class Divider:
     """Divides a stream of chunks into the ids of the two splits, up to a budget of tokens."""
 
