@@ -145,6 +145,8 @@ def calibrate(
 ) -> tuple[Rates, dict[str, float]]:
     """Return rates fitted to this kind of machine's records, and the cost ratios of its events.
 
+    Runs beside busy programs count only while there are no others: of equal work the fastest, and none for events.
+
     `kind`: keys that a record must have in common with the run to predict, with their values; None: any.
     """
     mine = [
@@ -156,15 +158,17 @@ def calibrate(
             if value is not None
         )
     ]
-    quiet = [record for record in mine if (record.get("others") or 0.0) <= machine.BUSY]
-    used = (quiet or mine)[-200:]
-    rates = fit_rates(prior, [_measured(record) for record in used], spread=spread)
+    quiet = [record for record in mine if (record.get("others") or 0.0) <= machine.BUSY][-200:]
+    measured = [_measured(record) for record in quiet or mine[-200:]]
+    if not quiet:  # Other programs only slow a run down.
+        fastest_last = sorted(measured, key=lambda step: -step.seconds)
+        measured = [*{step.work: step for step in fastest_last}.values()]
     ratios: dict[str, float] = {}
     for name in ("eval", "hellaswag", "checkpoint", "compile", "start"):
-        values = [r["ratios"][name] for r in used if r.get("ratios", {}).get(name) is not None]
+        values = [r["ratios"][name] for r in quiet if r.get("ratios", {}).get(name) is not None]
         if values:
             ratios[name] = statistics.median(values)
-    return rates, ratios
+    return fit_rates(prior, measured, spread=spread), ratios
 
 
 def _measured(record: Mapping[str, Any]) -> MeasuredStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -81,15 +82,16 @@ class ForecastExtension(Extension):
         """Score the forecast of a complete run, and let the next forecast learn from it; never fails a run."""
         if self._run is None or reason is not None or error is not None:
             return
-        start, others = self._run.start, self._watch.others()
+        start = self._run.start
+        ranks, here = start.plan.batch.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.suppress(OSError, GPT2LabError):
             log = history.read_log(start.run_dir)
             if (
                 start.config.tuning.instructions is None
             ):  # its steps and targets are not pretraining's
-                # What others used is unknown of several ranks.
-                several = start.plan.batch.world_size > 1
-                learn(start.run_dir, log, others=None if several else others)
+                # What others used is unknown of several machines.
+                others = self._watch.others(ranks) if ranks == here else None
+                learn(start.run_dir, log, others=others)
             actual = complete(start.run_dir, log)
             if actual is not None and actual["time_accuracy"] is not None:
                 self._run.logger.say(f"forecast {reports.describe_actual(actual)}")

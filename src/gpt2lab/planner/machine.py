@@ -211,14 +211,17 @@ class Watch:
     def __init__(self) -> None:
         self._began = self._read()
 
-    def others(self) -> float | None:
-        """Return the share of all cores that other programs used since the start, 0 to 1; None where unknown."""
+    def others(self, ranks: int = 1) -> float | None:
+        """Return the share of all cores that other programs used since the start, 0 to 1; None where unknown.
+
+        `ranks`: of this machine, each of which uses as much as this process.
+        """
         began, now = self._began, self._read()
         if began is None or now is None:
             return None
         machine, own, wall = (new - old for new, old in zip(now, began, strict=True))
         capacity = wall * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (machine - own) / capacity)) if capacity > 0 else None
+        return min(1.0, max(0.0, (machine - ranks * own) / capacity)) if capacity > 0 else None
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:

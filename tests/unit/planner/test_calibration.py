@@ -59,8 +59,11 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
     assert ratios == {"eval": 0.3}
-    busy, _ = calibration.calibrate(prior, [records[2]], KIND, spread=1.0)
+    slower = [record(others=0.9, step_seconds=8.0)] * 3  # the same work
+    busy, events = calibration.calibrate(prior, [records[2], *slower], KIND, spread=1.0)
+    assert busy.seconds(amount) == pytest.approx(2.0, rel=0.05)
     assert busy.sigma(amount) > rates.sigma(amount)
+    assert events == {}
     other = KIND | {"device": "z"}
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
 
