@@ -107,9 +107,10 @@ def test_a_branch_records_where_it_began_also_after_a_resume(trunk):
 
 
 def test_lists_and_reports_draw_the_tree(trunk):
-    for name, of in (("first", "tiny@8"), ("second", "tiny@12")):
+    for name, of in (("first", "tiny@8"), ("second", "tiny@12"), ("third", "tiny@latest")):
         found = branch(trunk, name, f"--branch_from={of}", "--cooldown=1")
         found.train()
+    assert found.events("begin")[0]["branch_from"]["step"] == 20
     lines = lineage(trunk.path.parent)
     assert lines[0] == "tiny"
     assert "├── first @8" in lines

@@ -185,13 +185,12 @@ def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | No
 
 
 def find(run_dir: Path, target: str) -> CheckpointInfo:
-    """Return the checkpoint that `best` or a step number names, every byte verified.
+    """Return the checkpoint that a label, such as `best`, or a step number names, every byte verified.
 
     Raises: CheckpointError if there is none or it is damaged; the message lists what there is.
     """
-    name = (
-        read_labels(run_dir).get("best") if target == "best" else manifests.folder_name(int(target))
-    )
+    is_step = target.isdecimal()
+    name = manifests.folder_name(int(target)) if is_step else read_labels(run_dir).get(target)
     if name is not None and not manifests.is_folder_name(name):
         raise CheckpointError(
             f"{run_dir / LABELS / target}: {name!r:.60} is not the name of a checkpoint; "
@@ -218,12 +217,17 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
     return checkpoint_info(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
+def newer_than(run_dir: Path, step: int) -> list[Path]:
+    """Return the checkpoints, readable or not, of later steps, oldest first."""
+    return [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
+
+
 def supersede(run_dir: Path, step: int) -> list[str]:
     """Move checkpoints newer than `step` (and the labels on them) aside; return their names.
 
     Otherwise retention by step number would delete the new checkpoints of a run that goes back to an earlier step.
     """
-    newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
+    newer = newer_than(run_dir, step)
     if not newer:
         return []
     aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}"

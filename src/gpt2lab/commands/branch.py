@@ -35,9 +35,9 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
             f"(--resume auto begins the branch once, and then continues it)"
         )
     run, _, at = origin.rpartition("@")
-    if not run or re.fullmatch(r"[0-9]{1,18}|best", at) is None:
+    if not run or re.fullmatch(r"[0-9]{1,18}|best|latest", at) is None:
         raise ConfigError(
-            f"--branch_from {origin}: give RUN@STEP, such as my_run@1000, or RUN@best"
+            f"--branch_from {origin}: give RUN@STEP, such as my_run@1000, RUN@best or RUN@latest"
         )
     place = request.config.checkpoint
     infos: list[catalog.CheckpointInfo] = []
@@ -46,7 +46,7 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
     if infos:
         newest, known = infos[-1], infos[-1].manifest.get("branch_from") or {}
         is_same = str(known.get("run", "")).startswith(run.rpartition("/")[2])
-        if not known or not is_same or at not in ("best", str(known["step"])):
+        if not known or not is_same or at not in ("best", "latest", str(known["step"])):
             began = f"began at {known['run']}@{known['step']}" if known else "is no branch"
             raise ConfigError(
                 f"run {place.run_name} {began}, and --branch_from is {origin}; choose another --run_name, or leave "
@@ -56,8 +56,8 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
     else:
         trunk = find_run(run, place.checkpoint_dir)
         found, _ = catalog.list_checkpoints(trunk)  # every byte is verified where it is resolved
-        fitting = [info for info in found if at in (str(info.step), *info.labels)]
-        newest = fitting[0] if fitting else catalog.find(trunk, at)  # which names those there are
+        fitting = [info for info in found if at in ("latest", str(info.step), *info.labels)]
+        newest = fitting[-1] if fitting else catalog.find(trunk, at)  # which names those there are
         resume = None if place.run_name else request.resume  # which is rejected: auto needs a name
         request = dataclasses.replace(request, branch_from=newest.path, resume=resume)
         step = newest.step

@@ -31,6 +31,7 @@ _DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, HF_INDEX, HF_SHARDS, *HF_TOKENIZER_FILES]
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 _OF_THE_HUB = r"gpt2(-medium|-large|-xl)?|[\w-][\w.-]*/(?!step_)[\w.-]+|hf:[\w.-]+(/[\w.-]+)?"
 _LATEST = "latest"  # the run whose checkpoint was committed last, as for --resume
+_AT = re.compile(r"@(\d+|best|latest)$")
 _SHOWN = 5  # runs that an error names
 
 
@@ -132,13 +133,14 @@ def find_folder(name: str, checkpoint_dir: Path, *, hub: bool = True) -> Path | 
 def full_name(name: str, checkpoint_dir: Path, *, hub: bool = True) -> str:
     """Return a name with its run in full: `latest`, and the beginning of a single run's name, mean that run.
 
-    RUN@250 means RUN/step_00000250, as for --branch_from. What is there under the name itself keeps its meaning, and so
-    does, with `hub`, a name on the Hub.
+    RUN@250 means RUN/step_00000250, as for --branch_from, and RUN@best the folder that is labelled so. What is there
+    under the name itself keeps its meaning, and so does, with `hub`, a name on the Hub.
 
     Raises: ConfigError if several names begin so, or no run has a checkpoint yet.
     """
-    if catalog.find_folder(name, checkpoint_dir) is None and (at := re.search(r"@(\d+)$", name)):
-        name = f"{name[: at.start()]}/{manifest.folder_name(int(at[1]))}"
+    if catalog.find_folder(name, checkpoint_dir) is None and (at := _AT.search(name)):
+        run = full_name(name[: at.start()], checkpoint_dir, hub=hub)
+        return run + _step_of(at[1], catalog.find_folder(run, checkpoint_dir))
     run, slash, rest = name.partition("/")
     is_path = run in ("", ".", "..", "~") or catalog.find_folder(name, checkpoint_dir) is not None
     if is_path or (hub and re.fullmatch(_OF_THE_HUB, run)):
@@ -152,6 +154,15 @@ def full_name(name: str, checkpoint_dir: Path, *, hub: bool = True) -> str:
     if len(found) > 1:
         raise ConfigError(f"{name}: {fmt.number_of(len(found), 'run')} begin so: {_list(found)}")
     return (found[0] if found else run) + slash + rest
+
+
+def _step_of(at: str, run_dir: Path | None) -> str:
+    """Return what follows a run's name for its checkpoint of a step, for its best one, or for its newest."""
+    if at == _LATEST:
+        return ""
+    labelled = catalog.read_labels(run_dir).get(at, "") if run_dir else ""
+    is_known = at.isdecimal() or manifest.is_folder_name(labelled)
+    return "/" + (manifest.folder_name(int(at)) if at.isdecimal() else labelled if is_known else at)
 
 
 def _names(checkpoint_dir: Path) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 
 import tiny
 from gpt2lab import paths
+from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.target import find_folder, find_run, full_name
 from launch import TRAIN, call, python, worked
@@ -139,12 +140,15 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
     for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
         folder.mkdir(parents=True)
     (runs / "gpt2-nano_1" / "step_00000002").mkdir(parents=True)
+    catalog.set_label(runs / "r", "best", 2)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, meant in {
         "r": runs / "r",  # not here/r
         "r/step_00000002": runs / "r" / "step_00000002",
         "r@2": runs / "r" / "step_00000002",
+        "r@best": runs / "r" / "step_00000002",
+        "r@latest": runs / "r",
         f"{runs}/r@2": runs / "r" / "step_00000002",
         "./r": here / "r",
         "../runs/r": here / ".." / "runs" / "r",
@@ -159,7 +163,7 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
     for name in ("hf:r", "gpt2", "hf:gpt2-n", "org/name"):  # on the Hub
         assert find_folder(name, runs) is None
     assert find_run("gpt2", runs) == runs / "gpt2-nano_1"  # a command that takes runs alone
-    for name in ("distilgpt2", "r/step_9", "../x"):
+    for name in ("distilgpt2", "r/step_9", "gpt2-n@best", "../x"):
         with pytest.raises(ConfigError):
             find_folder(name, runs)
     with pytest.raises(ConfigError):  # no readable checkpoint
