@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.runs import history
@@ -129,6 +130,8 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
     common = ["--max_steps=5", "--checkpoint_freq=1", "--eval_freq=0"]
     run.train(*common)
     first = run.losses()
+    planned = launch.call(launch.TRAIN, *run.flags, *common, "--resume=2", "--dry_run", "--json")
+    assert json.loads(planned.stdout)["sets_aside"] == [f"step_{n:08d}" for n in (3, 4, 5)]
     run.train("--resume=2", "--stop_after_steps=4")
     (aside,) = run.path.glob("superseded-*")
     assert sorted(path.name for path in aside.iterdir()) == [f"step_{n:08d}" for n in (3, 4, 5)]

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt2lab import paths
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
+from gpt2lab.distributed.processor import FP16_ON_CPU
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.interop.core import open_core
@@ -74,6 +76,7 @@ def _as_json(start: Start) -> dict[str, Any]:
         "unused_targets": start.order.unused_targets,
         "data_fingerprint": start.data.fingerprint,
         "resumes_from": start.checkpoint.step if start.checkpoint else None,
+        "sets_aside": _newer(start),
         "branch_from": start.branch,
         "changes": start.changes,
         "warnings": _warnings(start),
@@ -98,6 +101,8 @@ def _rows(start: Start) -> Iterator[tuple[str, str]]:
         step = start.checkpoint.step
         of = f" of {start.branch['run']}, as a branch" if start.branch else ""
         yield "resumes from", f"step {step}{of} ({plan.max_steps - step} to go)"
+    if newer := _newer(start):
+        yield "sets aside", f"{', '.join(newer)}: newer than the step to resume from"
     for name, (before, now) in start.changes.items():
         yield "changed", f"{name}: {before} -> {now}"
     yield from (("warning", warning) for warning in _warnings(start))
@@ -105,8 +110,17 @@ def _rows(start: Start) -> Iterator[tuple[str, str]]:
         yield "example", "the first conversation, trained on between >>> and <<<"
 
 
+def _newer(start: Start) -> list[str]:
+    """Return the checkpoints that a resume from an earlier step moves to superseded-..."""
+    if start.checkpoint is None or start.branch:
+        return []
+    return [folder.name for folder in catalog.newer_than(start.run_dir, start.checkpoint.step)]
+
+
 def _warnings(start: Start) -> list[str]:
-    warnings = list(start.warnings)
-    if start.config.system.device == "cuda" and detect_hardware().is_cpu:
+    warnings, system = list(start.warnings), start.config.system
+    if system.device == "cuda" and detect_hardware().is_cpu:
         warnings.append("device cuda: no GPU here; memory and forecast are of this machine's CPU")
+    elif system.dtype == "fp16" and detect_hardware(device=system.device).is_cpu:
+        warnings.append(FP16_ON_CPU)
     return warnings

@@ -11,6 +11,10 @@ import subprocess
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+# Most processors multiply fp16 by way of fp32.
+FP16_ON_CPU = (
+    "dtype fp16: mostly slow on a CPU, and there only to test fp16; train with --dtype auto"
+)
 # The oldest driver for a major version of CUDA: NVIDIA's "CUDA Compatibility", minor version compatibility.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 

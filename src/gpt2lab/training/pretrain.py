@@ -21,6 +21,7 @@ from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import SMALLER_MINI_BATCH, check_fsdp_param_dtype
 from gpt2lab.config.request import RunRequest
 from gpt2lab.distributed.compilation import resolve_compile, use_cache_folder
+from gpt2lab.distributed.processor import FP16_ON_CPU
 from gpt2lab.distributed.runtime import (
     Runtime,
     resolve_dtype,
@@ -200,6 +201,7 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
             f"attention {system.attention}: is a GPU's kernel, and this run has no GPU; use --attention auto"
         )
     compiles, note = resolve_compile(system, device=runtime.device, max_steps=steps)
+    slow = FP16_ON_CPU if dtype == "fp16" and runtime.device.type == "cpu" else None
     if compiles:
         use_cache_folder()
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
@@ -212,7 +214,7 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
     )
     check_fsdp_param_dtype(system)
     config = dataclasses.replace(start.config, system=system)
-    warnings = (*start.warnings, note) if note else start.warnings
+    warnings = (*start.warnings, *filter(None, (note, slow)))
     return dataclasses.replace(start, config=config, warnings=warnings)
 
 

@@ -6,6 +6,7 @@ from torch._dynamo.utils import counters
 
 import launch
 from gpt2lab.checkpoint.store import OVERFLOW
+from gpt2lab.distributed.processor import FP16_ON_CPU
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import LossScale
@@ -34,6 +35,8 @@ def test_200_losses_are_those_of_fp32_up_to_noise(run, tiny_data, tmp_path):
     assert {event["loss_scale"] for event in run.steps().values()} == {2.0**16}
     assert run.saved_state(200)["loss_scale"] == [2.0**16, 200]
     assert "loss_scale" not in other.steps()[200]
+    slow = [[e["message"] for e in each.events("warning")] for each in (run, other)]
+    assert [FP16_ON_CPU in warnings for warnings in slow] == [True, False]
     assert other.saved_state(200)["loss_scale"] is None
 
 
