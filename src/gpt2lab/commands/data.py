@@ -2,7 +2,7 @@
 
 gpt2lab data verify data/python_stdlib
 gpt2lab data stats data/python_stdlib
-gpt2lab data show --run RUN --step 100 --text
+gpt2lab data show RUN --step 100 --text
 gpt2lab data import old_shards/
 gpt2lab data merge data/full data/part1 data/part2
 gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.commands.prepare_data import advise_first_run
-from gpt2lab.config.flags import argument, option, required
+from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.data.manifest import end_of_text_of
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, GPT2LabError
@@ -79,7 +79,7 @@ class Stats:
 class Show(AmongRuns):
     """Print the exact tokens that an optimizer step trained on."""
 
-    run: str = required("name of a run in checkpoints/, or its folder")
+    run: str = argument(RUN)
     step: int = required("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
     data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")

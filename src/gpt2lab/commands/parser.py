@@ -188,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
             if flag.is_switch:
                 self.add_argument(f"--{flag.name}", action="store_true")
                 self.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false")
-            elif not flag.is_argument:  # that a value is missing is a mistake among others
+            else:  # an argument may have its name before it; a missing value is one of the mistakes
                 nargs = "*" if flag.is_list else "?"
                 self.add_argument(f"--{flag.name}", action="append", nargs=nargs)
 
@@ -225,6 +225,8 @@ class _Parser(argparse.ArgumentParser):
     def take_arguments(self, words: list[str]) -> list[str]:
         """Give the words without a flag to the arguments in their order, and return what is left."""
         for flag in self.flags.values():
+            if flag.name in self.given or flag.name in self.mistakes:
+                continue
             if flag.is_argument and words:
                 count = len(words) if flag.is_list else 1
                 self.take(flag, words[:count])

@@ -82,10 +82,10 @@ def test_help_and_a_verb_are_the_help_of_the_verb(verb, capsys):
 
 def test_the_help_of_a_verb_within_a_verb(capsys):
     text = shown(capsys, "data", "show", "--help")
-    assert text.startswith("usage: gpt2lab data show [flags]\n")
-    assert "  gpt2lab data show --run RUN --step 100 --text\n" in text
+    assert text.startswith("usage: gpt2lab data show RUN [flags]\n")
+    assert "  gpt2lab data show RUN --step 100 --text\n" in text
     flags = set(re.findall(r"^  --(\w+)", text, flags=re.M))
-    assert flags == {"checkpoint_dir", "data_dir", "run", "step", "text"}
+    assert flags == {"checkpoint_dir", "data_dir", "step", "text"}
 
 
 def test_arguments_come_before_flags(capsys):
