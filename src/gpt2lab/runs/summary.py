@@ -31,8 +31,8 @@ def describe_run(run_dir: Path) -> str:
         seconds = float(np.nansum(log.column("step_seconds")))
         (rate, of), spent = log.typical_rate(), fmt.duration(seconds)
         rows.append(("speed", f"{fmt.number(rate, ',.0f')} tokens/s ({of}), {spent} in steps"))
-    if samples:
-        rows.append(("sample", ""))
+    if samples and max(samples) < log.numbers[-1]:  # that of the last step was just shown
+        rows.append((f"sample of {max(samples)}", ""))
         rows += [("", line) for line in fmt.quoted(samples[max(samples)]["text"]).splitlines()]
     infos, _ = catalog.list_checkpoints(run_dir)
     if infos:
