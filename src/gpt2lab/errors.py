@@ -138,12 +138,16 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
 def system_errors_as(
     kind: type[GPT2LabError], where: object, *, what: str | None = None, fix: str | None = None
 ) -> Iterator[None]:
-    """Raise a system error of the block as `kind`: `WHERE: reason; FIX`, or `WHERE: WHAT (reason); FIX`."""
+    """Raise a system error of the block as `kind`: `WHERE: reason; FIX`, or `WHERE: WHAT (reason); FIX`.
+
+    Without `fix` it is the one that suits the error.
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         said = reason if what is None else f"{what} ({reason})"
+        fix = fix or _FIXES.get(error.errno or 0)
         raise kind(f"{where}: {said}" if fix is None else f"{where}: {said}; {fix}") from error
 
 
