@@ -179,11 +179,16 @@ def _instead(name: str, checkpoint_dir: Path) -> str:
     if run in names:
         steps = [info.path.name for info in catalog.list_checkpoints(checkpoint_dir / run)[0]]
         return f"{run} has {_list(steps) or 'no checkpoint yet'}"
-    beginnings = {one[: len(run)]: one for one in reversed(names)}
-    close = fmt.closest(run, names) or fmt.closest(run, beginnings)
-    if close is not None:
-        return f"did you mean {beginnings.get(close, close)}?"
+    if (close := closest_run(run, names)) is not None:
+        return f"did you mean {close}?"
     return f"there are: {_list(names)}" if names else "there are no runs"
+
+
+def closest_run(name: str, names: list[str]) -> str | None:
+    """Return the run whose name, or its beginning, is closest to a misspelt name; None if none is close."""
+    beginnings = {one[: len(name)]: one for one in reversed(names)}
+    close = fmt.closest(name, names) or fmt.closest(name, beginnings)
+    return beginnings.get(close, close) if close else None
 
 
 def is_run(folder: Path) -> bool:

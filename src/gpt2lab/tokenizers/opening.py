@@ -24,6 +24,7 @@ HF_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, VOCABULARY_FILE, MERGES_FILE)
 TOKENIZER = (
     "gpt2 | bytes | a tokenizer.json, characters.json or nanoGPT's meta.pkl | a folder with one"
 )
+_LEARNED = "gpt2lab data tokenizer train SOURCE --out DIR, by --kind characters or bpe"
 
 
 def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
@@ -39,7 +40,9 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     else:
         path = Path(name).expanduser()
         if not path.exists():
-            hint = fmt.did_you_mean(name, _BUILT_IN, f"known: {TOKENIZER}")
+            hint = fmt.did_you_mean(
+                name, _BUILT_IN, f"known: {TOKENIZER}; one of a text: {_LEARNED}"
+            )
             raise DataError(f"{name}: no such tokenizer; {hint}")
         found = _open(path, end_token)
     if end_token is not None and end_token != found.end_token:

@@ -20,6 +20,7 @@ from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError, ConfigError, InUseError
 from gpt2lab.runs.folder import holder_of
 from gpt2lab.runs.history import deleted_newest
+from gpt2lab.runs.target import closest_run
 
 _NEWEST = ("latest", "auto", "best")  # words of --resume
 
@@ -99,10 +100,10 @@ def _run_of(request: RunRequest) -> Path:
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
         )
-    names = (run.name for run in catalog.run_folders(folder))
-    similar = fmt.did_you_mean(run_dir.name, names, flag="--run_name ")
-    if similar and request.resume != "auto" and not run_dir.is_dir():
-        raise CheckpointError(f"{run_dir}: no such run; {similar}")
+    if request.resume != "auto" and not run_dir.is_dir():
+        similar = closest_run(run_dir.name, [run.name for run in catalog.run_folders(folder)])
+        if similar is not None:
+            raise CheckpointError(f"{run_dir}: no such run; did you mean --run_name {similar}?")
     return run_dir
 
 

@@ -62,7 +62,7 @@ def line_of(done: launch.Done) -> str:
 @pytest.mark.parametrize(
     "typed",
     [
-        *("--run_name=tny --resume=latest", "--run_name=tny --resume=4", "--resume=lastest"),
+        *("--run_name=tny --resume=latest", "--run_name=t --resume=4", "--resume=lastest"),
         *("--resume=bset", "--init_from=resume", "--init_from=scratch"),
     ],
 )
