@@ -64,7 +64,7 @@ def test_a_branch_of_the_last_step_is_a_plain_continuation(trunk, tmp_path, worl
     run.flags = [f"--checkpoint_dir={tmp_path}", "--run_name=tiny"]
     begin = ["--lr_schedule=cosine", "--max_steps=20", *[f"--parallel={mode}"] * (world > 1)]
     run.train(*trunk.flags, *run.flags, *begin, world=world)
-    other = branch(run, "other", "--branch_from=tiny@20", *longer)
+    other = branch(run, "other", "--branch_from=tiny@latest", *longer)
     other.train(world=world)
     assert [event["level"] for event in other.events("resume")] == ["changed"]
     run.train("--resume=latest", *longer, world=world)
@@ -107,10 +107,9 @@ def test_a_branch_records_where_it_began_also_after_a_resume(trunk):
 
 
 def test_lists_and_reports_draw_the_tree(trunk):
-    for name, of in (("first", "tiny@8"), ("second", "tiny@12"), ("third", "tiny@latest")):
+    for name, of in (("first", "tiny@8"), ("second", "tiny@12")):
         found = branch(trunk, name, f"--branch_from={of}", "--cooldown=1")
         found.train()
-    assert found.events("begin")[0]["branch_from"]["step"] == 20
     lines = lineage(trunk.path.parent)
     assert lines[0] == "tiny"
     assert "├── first @8" in lines
