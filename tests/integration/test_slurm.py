@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.commands.ablate_settings import read_requests
+from gpt2lab.commands.ablate import read_requests
 from gpt2lab.commands.resume_command import (
     ResumeCommand,
     plan_continuation,

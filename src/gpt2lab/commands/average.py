@@ -22,7 +22,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import Draft, commit, verify
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
@@ -39,7 +39,7 @@ _MEAN = "/average"  # of a weight in _OPTIM
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(WithJson, AmongRuns):
     """Average the weights of a run's newest checkpoints; optimizer and counts are those of the newest."""
 
     run: str = argument(RUN)
@@ -50,8 +50,6 @@ class Average:
     run_name: str | None = option(
         None, "name of the new run, beside the other; default RUN_averageN"
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,6 @@ printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gpt2lab.commands.parser import AmongRuns, OnDevice, parse_flags
 from gpt2lab.commands.sample import load, typed_lines
@@ -16,9 +15,6 @@ from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
 from gpt2lab.runs.target import was_tuned
 from gpt2lab.tokenizers.chat_template import can_be_written
-
-if TYPE_CHECKING:
-    pass
 
 _HELP = "/reset clears the conversation, /quit ends"
 

@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import WithJson, parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab import ladder
@@ -42,10 +42,8 @@ class _Ladder:
 
 
 @dataclass(frozen=True)
-class PlanLadder(_Ladder):
+class PlanLadder(WithJson, _Ladder):
     """Show the rungs, their tokens, FLOPs and predicted time; start nothing."""
-
-    json: bool = option(False, "print one JSON object")
 
     def execute(self) -> None:
         """Print the plan."""
@@ -72,10 +70,8 @@ class TrainLadder(_Ladder):
 
 
 @dataclass(frozen=True)
-class FitLadder(_Ladder):
+class FitLadder(WithJson, _Ladder):
     """Fit the law to the complete rungs, score the prediction of the top rung, and write ladder.json."""
-
-    json: bool = option(False, "print one JSON object")
 
     def execute(self) -> None:
         """Write and print the results."""
@@ -84,12 +80,11 @@ class FitLadder(_Ladder):
 
 
 @dataclass(frozen=True)
-class PredictLadder(_Ladder):
+class PredictLadder(WithJson, _Ladder):
     """Predict the top rung and write that to prediction.json, once; or print the loss of another run."""
 
     parameters: str | None = option(None, "of another run than the top rung, e.g. 3M")
     tokens: str | None = option(None, "that this run trains on, e.g. 60M")
-    json: bool = option(False, "print one JSON object")
 
     def execute(self) -> None:
         """Print the prediction.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.parser import parse_flags
+from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -53,7 +53,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class ResumeCommand:
+class ResumeCommand(AmongRuns):
     """Print the command that continues a run or a checkpoint, after checking that it will.
 
     Flags of the trainer are passed on. Jobs of Kubernetes and of SkyPilot: examples/kubernetes.yaml and
@@ -74,7 +74,6 @@ class ResumeCommand:
         "with --output slurm: a job array of the runs that are not complete; TARGET is the folder of an ablation or a "
         "ladder",
     )
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ import pytest
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands import ablate, resume_command
-from gpt2lab.commands.ablate_settings import cross, read_requests, read_settings, take_grid
+from gpt2lab.commands.ablate import cross, read_requests, read_settings, take_grid
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.lab import ablation, seed_runs
