@@ -13,7 +13,7 @@ from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
-from gpt2lab.planner.hardware import Gpu, Hardware, find_profile, profiles
+from gpt2lab.planner.hardware import Hardware, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
@@ -38,9 +38,13 @@ def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dic
     for count in counts:
         nodes = request.nodes if count == job.world_size else 1
         link = request.interconnect if nodes > 1 or request.nodes == 1 else None
-        where = {"nodes": nodes, "interconnect": link}
-        if (there := _on_cards(predictor, found, predictor.gpu, count, **where)) is None:
+        where: dict[str, Any] = {"compiled": job.compiled, "nodes": nodes, "interconnect": link}
+        try:
+            on = named(predictor.gpu, predictor.hardware, gpus=count, **where)
+            config = fit_mini_batch(job.config, count, typed=False)
+        except ConfigError:  # so many cannot share the batch, or no link between them is known
             continue
+        there = predictor.predict(dataclasses.replace(job, config=config, world_size=count), on=on)
         one = there.step.value if count == 1 else one
         rows.append(
             {
@@ -180,68 +184,16 @@ def _longest(predictor: Predictor, found: Estimate, window: Window) -> Estimate 
 
 
 def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str]:
-    """Return what would fit the window, each with its hours: fewer tokens, profile, more or other cards, model."""
+    """Return how many tokens would fit the window, and where to look for other cards, models and profiles."""
     if found.memory.fits is False:
         return where_it_fits(found, predictor.hardware)
-    job, text = found.job, []
-    fewer = _longest(predictor, found, window)
     what = "not even one step fits"
-    if fewer:
+    if fewer := _longest(predictor, found, window):
         what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
-    text.append(f"fewer tokens     {what}")
-    if predictor.profile.name != "fast" and predictor.request.context_length is None:
-        fast = find_profile("fast", predictor.hardware)
-        config = fast.applied(job.config, typed=())
-        quick = dataclasses.replace(job, config=fit_mini_batch(config, job.world_size, typed=False))
-        there = predictor.predict(quick)
-        T = config.model.context_length
-        text.append(f"faster profile   --profile fast, T {T}: {hours(there.seconds)}")
-    if predictor.gpu is not None:
-        text += _more_cards(predictor, found, predictor.gpu, window)
-        text += _other_card(predictor, found, predictor.gpu, window)
-    return [*text, *_smaller_model(predictor, found)]
-
-
-def _on_cards(
-    predictor: Predictor, found: Estimate, gpu: Gpu, count: int, **where: Any
-) -> Estimate | None:
-    try:
-        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled, **where)
-        config = fit_mini_batch(found.job.config, count, typed=False)
-        job = dataclasses.replace(found.job, config=config, world_size=count)
-        return predictor.predict(job, on=on)
-    except ConfigError:
-        return None
-
-
-def _more_cards(predictor: Predictor, found: Estimate, gpu: Gpu, window: Window) -> list[str]:
-    for count in (2, 4, 8):
-        if count > found.job.world_size:
-            more = _on_cards(predictor, found, gpu, count)
-            if more and verdict(more, window) == "fits":
-                return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
-    return []
-
-
-def _other_card(predictor: Predictor, found: Estimate, gpu: Gpu, window: Window) -> list[str]:
-    fitting = []
-    for other in predictor.hardware.gpus.values():
-        there = _on_cards(predictor, found, other, found.job.world_size)
-        if other.name != gpu.name and there and verdict(there, window) == "fits":
-            cost = there.cost.usd.value if there.cost else float("inf")
-            fitting.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
-    return [line for _, line in sorted(fitting)[:1]]
-
-
-def _smaller_model(predictor: Predictor, found: Estimate) -> list[str]:
-    config = found.job.config
-    for name in reversed(MODELS):
-        model = dataclasses.replace(preset(name).model, context_length=config.model.context_length)
-        small = dataclasses.replace(found.job, config=dataclasses.replace(config, model=model))
-        if small.parameters < found.job.parameters:
-            there = predictor.predict(small)
-            return [f"smaller model    --model {name}, the same tokens: {hours(there.seconds)}"]
-    return []
+    return [
+        f"fewer tokens     {what}",
+        "other choices    --compare gpus, models or profiles: each with its time in this window",
+    ]
 
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
