@@ -29,10 +29,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine, reports
-from gpt2lab.planner.auto import fitting_flag
-from gpt2lab.planner.estimate import Estimate
 from gpt2lab.planner.machine import GpuState
-from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.reports import GIB
 from gpt2lab.planner.request import JobFlags, Predictor, check_job
 
@@ -85,7 +82,8 @@ def main(argv: list[str]) -> int:
                 print(f"  {name:<16} {words.get(str(value), value)}")
         print(without_names(_about_gpus(gpus)))
         if needs is not None:
-            print(_about_memory(needs))
+            print(f"{reports.describe_job(needs)}, micro-batch {needs.job.micro_batch}")
+            print("\n".join(reports.describe_memory(needs)))
     if unseen:
         return 2
     return 3 if needs is not None and needs.memory.fits is False else 0
@@ -215,32 +213,3 @@ def _bf16(gpu: GpuState) -> str:
 
 def _topology(gpus: tuple[GpuState, ...]) -> str:
     return processor.smi("topo", "-m").rstrip() if len(gpus) > 1 else ""
-
-
-# -- memory of a run -------------------------------------------------------------------------------------------------
-
-
-def _about_memory(found: Estimate) -> str:
-    """Return the predicted peak of a run by category, beside the memory that is free."""
-    need, tensors, job = found.memory, found.memory.tensors, found.job
-    model, largest = job.config.model, need.largest_micro_batch
-    head = (
-        f"{model.model} {fmt.count(job.parameters)}, T {model.context_length}, micro-batch {job.micro_batch} x "
-        f"accumulation {job.accumulation} x world {job.world_size}, {job.dtype}, on {found.machine.title}"
-    )
-    rows = [[part.replace("_", " "), f"{getattr(tensors, part) / GIB:.2f}"] for part in PARTS]
-    rows += [["overhead", f"{need.overhead / GIB:.2f}"], ["total", f"{need.needed / GIB:.2f}"]]
-    rows += [["free", "unknown" if need.available is None else f"{need.available / GIB:.2f}"]]
-    table = fmt.table([f"at {tensors.peak_at}", "GiB"], rows)
-    if need.fits is None:
-        verdict = "the memory of this device is not known"
-    elif need.fits:
-        verdict = (
-            f"fits; the largest micro-batch that leaves {1 - need.target:.0%} free is {largest}"
-        )
-    else:
-        remedy = "not even one sequence at a time does; a smaller --model or --context_length may"
-        if flag := fitting_flag(need):
-            remedy = f"{flag} does"
-        verdict = f"does not fit into the {need.target:.0%} of it that a run may use; {remedy}"
-    return "\n".join([head, table, verdict])

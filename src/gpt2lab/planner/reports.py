@@ -38,7 +38,8 @@ def hours(interval: Interval) -> str:
     return f"{fmt.duration(interval.low)} ... {fmt.duration(interval.high)}"
 
 
-def _title(estimate: Estimate) -> str:
+def describe_job(estimate: Estimate) -> str:
+    """Name the job and what it runs on, in one line."""
     job, T = estimate.job, estimate.job.config.model.context_length
     name = job.config.model.model
     return (
@@ -70,7 +71,12 @@ def describe_estimate(
     warnings: Sequence[str] = (),
 ) -> str:
     """Write the full estimate; `now` is when the run starts, Unix seconds."""
-    lines = [_title(estimate), _source(estimate), *_speed(estimate), *_memory(estimate)]
+    lines = [
+        describe_job(estimate),
+        _source(estimate),
+        *_speed(estimate),
+        *describe_memory(estimate),
+    ]
     lines += [*_time(estimate, now), *_money(estimate), *_loss(estimate)]
     if passes := estimate.job.epochs_by_source:
         text = ", ".join(f"{name} {epochs:.2f}" for name, epochs in passes.items())
@@ -104,7 +110,8 @@ def seconds(value: float) -> str:
     return f"{value:,.1f} s" if value < 100 else f"{value:,.0f} s"
 
 
-def _memory(estimate: Estimate) -> list[str]:
+def describe_memory(estimate: Estimate) -> list[str]:
+    """Write what a rank needs, in GiB, when that is, and whether it fits."""
     need, parts = estimate.memory, estimate.memory.tensors
     available = "" if need.available is None else f"of {need.available / GIB:.1f}"
     state = parts.params + parts.optimizer + parts.gradients
