@@ -17,6 +17,7 @@ from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import argument, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab.over_seeds import SMALLEST
+from gpt2lab.lab.stats import ALPHA
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,19 @@ def main(argv: list[str]) -> int:
         groups = compare.compare_groups(
             flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
         )
-        document = compare.groups_as_json(groups)
-        print(json.dumps(document) if flags.json else compare.describe_groups(groups))
+        print(
+            json.dumps(compare.groups_as_json(groups))
+            if flags.json
+            else compare.describe_groups(groups)
+        )
         return 0
     if flags.smallest_difference is not None:
         raise ConfigError(
             "--smallest_difference is for groups of runs, such as 'a_seed*' 'b_seed*'"
         )
     differences = compare.compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
-    document = compare.differences_as_json(flags.a, flags.b, differences)
+    metrics = {difference.metric: asdict(difference) for difference in differences}
+    document = {"a": flags.a, "b": flags.b, "noise": ALPHA, "metrics": metrics}
     text = compare.describe_differences(flags.a, flags.b, differences)
     if flags.explain:
         from gpt2lab.lab import explain

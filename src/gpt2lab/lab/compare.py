@@ -151,12 +151,6 @@ def _task_of(results: Results) -> str:
     return str(results.units.get("name", ""))
 
 
-def differences_as_json(name_a: str, name_b: str, differences: list[Difference]) -> dict[str, Any]:
-    """Return the differences as JSON values."""
-    metrics = {difference.metric: asdict(difference) for difference in differences}
-    return {"a": name_a, "b": name_b, "noise": ALPHA, "metrics": metrics}
-
-
 def describe_differences(name_a: str, name_b: str, differences: list[Difference]) -> str:
     """Format the differences as a table, with what its verdicts mean."""
     rows = []

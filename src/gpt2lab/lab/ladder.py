@@ -369,7 +369,7 @@ def _score(family: Family, prediction: Mapping[str, Any]) -> dict[str, Any] | No
         losses = _losses(family, top, tokens=tokens, data=data)
     except CheckError:
         return None
-    begun = min(float(next(history.iter_events(run.folder))["time"]) for run in top)
+    begun = min(float(history.read_log(run.folder).events[0]["time"]) for run in top)
     return ladder.score(prediction, losses, begun)
 
 

@@ -80,20 +80,15 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
 }
 
 
-def iter_events(run_dir: Path) -> Iterator[Event]:
-    """Yield the run's events in order; damaged lines, such as the torn last one of a killed writer, are left out."""
-    path = run_dir / METRICS
-    if not path.exists():
-        return
-    with open(path, "rb", opener=regular) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield parse_line(line)
-
-
 def read_events(run_dir: Path) -> list[Event]:
-    """Return all events of a short run, see `iter_events`; those of a long run need gigabytes of memory."""
-    return list(iter_events(run_dir))
+    """Return all events of a short run, without damaged lines; those of a long run need gigabytes of memory."""
+    path, events = run_dir / METRICS, list[Event]()
+    if path.exists():
+        with open(path, "rb", opener=regular) as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    events.append(parse_line(line))
+    return events
 
 
 def open_log(run_dir: Path) -> Log:
