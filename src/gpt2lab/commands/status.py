@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     def shown() -> str:
         runs = overview.read_runs(folder) if run is None else [overview.read_run(run)]
         if flags.json:
-            return json.dumps(overview.as_json(runs))
+            return json.dumps({"runs": [asdict(run) for run in runs]})
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if not runs:
             return f"no runs in {paths.display_path(folder)}"

@@ -1,6 +1,5 @@
 """The state of every run in a folder, read from the files of the runs while they train. No torch, no locks."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -183,11 +182,6 @@ def _cells(run: RunStatus) -> dict[str, str]:
         "saved": saved if run.checkpoint_step is None else f"{run.checkpoint_step:,}, {saved}",
         "last write": written,
     }
-
-
-def as_json(runs: list[RunStatus]) -> dict[str, Any]:
-    """Return the runs as one object."""
-    return {"runs": [dataclasses.asdict(run) for run in runs]}
 
 
 def _last_write(run_dir: Path) -> float:
