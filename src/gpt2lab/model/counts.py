@@ -6,13 +6,13 @@ The dry run, the planner, the MFU column and the trainer call these same functio
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from gpt2lab.config.schema import Config, ModelConfig, TuningConfig
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import is_count, open_regular, parse_json
+from gpt2lab.files import open_regular
 
-_MOST_BYTES = 100_000_000  # of a header, as in safetensors itself
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -136,25 +136,19 @@ def read_shapes(path: Path) -> Shapes:
     Raises: CheckpointError if it is not one, or ends before its last tensor.
     """
     try:
-        with open_regular(path, follow=True) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(length) if length <= _MOST_BYTES else b"")
-            size = file.seek(0, 2)
-        shapes = {name: _shape(one) for name, one in header.items() if name != "__metadata__"}
-        end = 8 + length + max(one["data_offsets"][1] for one in header.values() if "shape" in one)
+        open_regular(path, follow=True).close()
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged, or no safetensors ({error})") from error
-    if end != size:
-        raise CheckpointError(f"{path}: {size} bytes, but its header says {end}; copy it again")
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: cut short, damaged, or no safetensors ({error}); copy it again"
+        ) from error
+    if not shapes:
+        raise CheckpointError(f"{path}: holds no tensors")
     return shapes
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    if not all(map(is_count, tensor["shape"])):
-        raise ValueError(f"shape {tensor['shape']!r:.60}")
-    return tuple(tensor["shape"])
 
 
 def check_shapes(path: Path, shapes: Shapes, model: ModelConfig, *, rows: int) -> None:
