@@ -8,6 +8,8 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 from tiny import TINY, TRAIN_SHARDS, flags_for, train
@@ -28,6 +30,13 @@ SCALARS = {
     "training/elapsed_hours": ("step", "elapsed_seconds", 1 / 3600),
     "training/remaining_hours": ("step", "remaining_seconds", 1 / 3600),
 }
+
+
+def facts_of(step: int, **more: Any) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says of a run that nobody trained."""
+    run = {"config": to_flat(Config()), "data_fingerprint": "0" * 64}
+    place = {"step": step, "kind": "rolling", "tokens": 1000 * step, "created": 1.7e9 + step}
+    return {**place, **run, "environment": {"world_size": 1}, **more}
 
 
 class Run:

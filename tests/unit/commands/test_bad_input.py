@@ -29,6 +29,7 @@ from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
 from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
+from whole_run import facts_of
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,8 @@ class Place:
         settings = {**place, **SAVED, **changes}
         config = override(Config(), settings)
         weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
-        facts = {
-            "step": step,
-            "kind": "rolling",
-            "tokens": step * 128,
-            "created": 1.0,
-            "config": to_flat(config),
-            "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
-            "environment": {"world_size": 1},
-        }
+        fingerprint = open_data(self.data, vocab_size=VOCAB).fingerprint
+        facts = facts_of(step, config=to_flat(config), data_fingerprint=fingerprint)
         files = {"model.safetensors": [safetensors.torch.save(weights)]}
         commit(self.runs / "r", Draft(step, files, facts))
 

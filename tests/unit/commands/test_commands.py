@@ -22,27 +22,19 @@ from gpt2lab.commands import verbs
 from gpt2lab.commands.checkpoints import List
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.entry import run as run_command
-from gpt2lab.config.schema import Config, TuningConfig
-from gpt2lab.config.settings import LEAVES, to_flat
+from gpt2lab.config.schema import TuningConfig
+from gpt2lab.config.settings import LEAVES
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
 from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
+from whole_run import facts_of
 
 
 def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
     """Commit a checkpoint of a few bytes, as the trainer does."""
     files = {"model.safetensors": b"w" * 100, "optim.safetensors": b"m" * 200, "state.json": b"{}"}
-    facts = {
-        "step": step,
-        "kind": kind,
-        "tokens": step * 1000,
-        "val_loss": 10 / step,
-        "created": 1_700_000_000.0 + step,
-        "config": to_flat(Config()),
-        "data_fingerprint": "0" * 64,
-        "environment": {"world_size": 1},
-    }
+    facts = facts_of(step, kind=kind, val_loss=10 / step)
     commit(run_dir, Draft(step, {name: [data] for name, data in files.items()}, facts))
 
 

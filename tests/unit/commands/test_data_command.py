@@ -26,9 +26,6 @@ def data(*words: object) -> tuple[int, str, str]:
     return code, said, (error.splitlines() or [""])[-1]
 
 
-# -- verify ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def many(tmp_path) -> Path:
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 8)
@@ -95,9 +92,6 @@ def test_verify_without_a_manifest_says_how_to_get_one(tmp_path):
     assert "gpt2lab data import" in error
 
 
-# -- stats -----------------------------------------------------------------------------------------------------------
-
-
 def test_stats_are_those_of_the_text(many):
     stats = measure(many)
     lengths = [len(gpt2_encoding().encode_ordinary(text)) + 1 for text in TEXTS * 8]
@@ -108,9 +102,6 @@ def test_stats_are_those_of_the_text(many):
     code, said, _ = data("stats", many)
     assert code == 0
     assert f"{stats['train'].tokens:,}" in said
-
-
-# -- import ----------------------------------------------------------------------------------------------------------
 
 
 def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):
@@ -146,9 +137,6 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
     assert opened.tokenizer is None
     assert "tokenizer is not known" in opened.warnings[0]
     assert "n/a" in data("stats", folder)[1]
-
-
-# -- show ------------------------------------------------------------------------------------------------------------
 
 
 def test_show_gives_the_tokens_of_a_step_also_after_a_resume_with_another_batch(
@@ -202,9 +190,6 @@ def test_show_rejects_what_it_cannot_prove(tmp_path, tiny_flags):
         tokens_of_step(run_dir, 2)
     code, _, error = data("show", "--run", "no_such_run", "--step", 1)
     assert (code, "no run of this name" in error) == (2, True)
-
-
-# -- merge and the command itself ------------------------------------------------------------------------------
 
 
 def test_merge_as_a_user_calls_it(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -68,17 +67,11 @@ def test_evaluate_repeats_the_runs_own_numbers(folder):
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(folder):
-    argv = ("a", "--val=data", "--hellaswag", "--json")
+    argv = ("a", f"--val={folder / 'data'}", "--hellaswag", "--json")
     alone = ask("evaluate.py", *argv, folder=folder)
-    done = subprocess.run(
-        launch.command_for(SCRIPTS / "evaluate.py", [*argv, "--checkpoint_dir=runs"], world=2),
-        cwd=folder,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
-    together = json.loads(done.stdout)
+    words = [*argv, f"--checkpoint_dir={folder / 'runs'}"]
+    done = launch.train_in_forks(words, world=2, program=SCRIPTS / "evaluate.py")
+    together = json.loads(launch.worked(done).stdout)
     assert together["hellaswag"] == alone["hellaswag"]
     assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
 
@@ -120,9 +113,8 @@ def test_a_damaged_validation_shard_is_named(folder):
     argv = ("a", "--val=damaged", "--json")
     assert ask("evaluate.py", *argv, folder=folder)["val_tokens"] == 320
     flip_bit(other / "tiny_val_000000.npy", 142)
-    assert "tiny_val_000000.npy: damaged" in launch.rejected(
-        ask("evaluate.py", *argv, folder=folder)
-    )
+    line = launch.rejected(ask("evaluate.py", *argv, folder=folder))
+    assert "tiny_val_000000.npy: damaged" in line
 
 
 def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tmp_path):
@@ -242,15 +234,8 @@ def test_other_units_are_never_compared(tmp_path, folder):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(20)), checkpoint_dir=tmp_path)
     with pytest.raises(DataError, match=r"\(10 items each, but different ones"):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(10), items="y"), checkpoint_dir=tmp_path)
-    ask(
-        "evaluate.py",
-        "a",
-        "--val=data",
-        "--val_tokens=160",
-        "--save=fewer",
-        "--json",
-        folder=folder,
-    )
+    fewer = ("--val=data", "--val_tokens=160", "--save=fewer")
+    ask("evaluate.py", "a", *fewer, "--json", folder=folder)
     line = launch.rejected(ask("compare", "a", "fewer", folder=folder))
     assert "validation was not measured on the same windows (20 and 10 windows)" in line
     other = write_shards(folder / "data2", train=(500,), val=(650,))
@@ -261,14 +246,14 @@ def test_other_units_are_never_compared(tmp_path, folder):
 
 
 def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path, folder):
-    code, line = ask("compare", "a", "runs/nobody/x", folder=folder)
-    assert (code, "no run of this name" in line) == (2, True)
     (tmp_path / "empty").mkdir()
-    code, line = ask("compare", "a", str(tmp_path / "empty"), folder=folder)
-    assert (code, "gpt2lab evaluate --save, nor a model" in line) == (2, True)
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")
-    code, line = ask("compare", "a", str(tmp_path / "x.npz"), folder=folder)
-    assert "x.npz: not evaluation results" in line
+    for b, says in (
+        ("runs/nobody/x", "no run of this name"),
+        (tmp_path / "empty", "gpt2lab evaluate --save, nor a model"),
+        (tmp_path / "x.npz", "x.npz: not evaluation results"),
+    ):
+        assert says in launch.rejected(ask("compare", "a", b, folder=folder))
 
 
 def test_results_of_an_abandoned_line_are_not_taken_for_the_runs(folder, tmp_path):

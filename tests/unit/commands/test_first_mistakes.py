@@ -24,7 +24,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
-from launch import SCRIPTS, TRAIN, ask, call
+from launch import SCRIPTS, TRAIN, ask, call, rejected
 from tiny import resolved
 from whole_run import Run
 
@@ -49,16 +49,6 @@ def flags(place) -> list[str]:
     return [*Run(place / "data", place / "runs").flags, "--max_steps=4"]
 
 
-# -- misspelt --------------------------------------------------------------------------------------------------------
-
-
-def line_of(done: launch.Done) -> str:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    return line
-
-
 @pytest.mark.parametrize(
     "typed",
     [
@@ -68,14 +58,14 @@ def line_of(done: launch.Done) -> str:
 )
 def test_a_misspelt_or_foreign_word_is_answered_with_the_right_one(flags, typed, wording):
     flags = [one for one in flags if "run_name" not in one or "run_name" not in typed]
-    wording(line_of(call(TRAIN, *flags, *typed.split())))
+    wording(rejected(call(TRAIN, *flags, *typed.split())))
 
 
 def test_a_preset_s_data_that_are_not_there_are_asked_for(place, monkeypatch):
     monkeypatch.setattr(paths, "REPOSITORY", place)
     words = ["--model=gpt2-nano", f"--checkpoint_dir={place / 'runs'}", "--run_name=other"]
-    assert line_of(call(TRAIN, *words)).endswith("; other data: --data_dir data/NAME")
-    assert "other data" not in line_of(call(TRAIN, *words, "--data_dir=nowhere"))
+    assert rejected(call(TRAIN, *words)).endswith("; other data: --data_dir data/NAME")
+    assert "other data" not in rejected(call(TRAIN, *words, "--data_dir=nowhere"))
 
 
 def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monkeypatch):
@@ -83,14 +73,12 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monke
     shutil.copytree(place / "data", place / "data" / "tiny_text")
     for typed in ("tiny_txet", "data/tiny_txet"):
         for words in ((TRAIN, "--data_dir"), ("data", "verify")):
-            line = line_of(call(*words, typed, folder=place))
+            line = rejected(call(*words, typed, folder=place))
             assert line.endswith("no such data folder; did you mean data/tiny_text?")
-    line = line_of(call("prepare_data.py", "python_stdlib", folder=place))
+    line = rejected(call("prepare_data.py", "python_stdlib", folder=place))
     assert line == "error: python_stdlib: no such file or folder; did you mean python-stdlib?"
-    assert "hf:: no such file or folder, and not " in line_of(call("prepare_data.py", "hf:"))
+    assert "hf:: no such file or folder, and not " in rejected(call("prepare_data.py", "hf:"))
 
-
-# -- before torch ----------------------------------------------------------------------------------------------------
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 has_lm_eval = importlib.util.find_spec("lm_eval") is not None
@@ -125,9 +113,6 @@ def test_neither_does_one_of_a_model_that_is_not_there(place, tmp_path, script):
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("width", "says"),
     [
@@ -137,7 +122,7 @@ def test_neither_does_one_of_a_model_that_is_not_there(place, tmp_path, script):
 )
 def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(flags, place, width, says):
     flags = [*flags, f"--n_embd={width}", "--run_name=wide"]
-    assert says in line_of(call(TRAIN, *flags))
+    assert says in rejected(call(TRAIN, *flags))
     assert not (place / "runs" / "wide").exists()
 
 
@@ -164,9 +149,6 @@ def test_a_dry_run_compares_the_memory_with_what_is_free(flags, monkeypatch):
     assert set(json.loads(done.stdout)["memory"].values()) == {None}
 
 
-# -- the launcher ----------------------------------------------------------------------------------------------------
-
-
 def test_an_error_that_all_ranks_share_is_one_line_and_torchruns_root_cause(flags):
     done = launch.train([*flags, "--run_name=three"], world=3)
     said = "total_batch_size 128 is not a multiple of mini_batch_size"
@@ -179,8 +161,6 @@ def test_ranks_are_started_once(flags, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     assert call(TRAIN, *flags, "--run_name=two", "--gpus=2").returncode == 2
 
-
-# -- impatience ------------------------------------------------------------------------------------------------------
 
 _INTERRUPTS = """
 import os, signal, sys
@@ -223,9 +203,6 @@ def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(tmp_path
     (tmp_path / "out.partial" / "groups" / "group_00000").mkdir(parents=True)
     kept = "error: interrupted; out.partial keeps what an earlier start prepared\n"
     assert call(*prepare).stderr == kept
-
-
-# -- no network, little text -----------------------------------------------------------------------------------------
 
 
 class Network:
@@ -318,7 +295,7 @@ def test_addresses_that_hang_share_one_deadline(network, monkeypatch):
 )
 def test_a_name_on_the_hub_fails_fast_offline(script, words):
     hub_of_none = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}  # discard
-    line = line_of(launch.script(script, *words, **hub_of_none))
+    line = rejected(launch.script(script, *words, **hub_of_none))
     assert line.startswith("error: hf:nosuch/nosuch: ")
     assert "the Hugging Face Hub cannot be reached" in line
 
@@ -338,15 +315,12 @@ def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
     assert start.plan.disk_bytes < 10**9
 
 
-# -- moved or deleted ------------------------------------------------------------------------------------------------
-
-
 def test_data_that_were_moved_are_asked_for(place):
     shutil.rmtree(place / "runs")
     Run(place / "data", place / "runs").train("--max_steps=1")
     (place / "data").rename(place / "elsewhere")
     resume = ["--checkpoint_dir", str(place / "runs"), "--run_name=tiny", "--resume=latest"]
-    line = line_of(call(TRAIN, *resume))
+    line = rejected(call(TRAIN, *resume))
     assert "no longer there; if they were moved, say where with --data_dir" in line
     code, line = ask("evaluate.py", "tiny", "--device=cpu", folder=place)
     assert (code, line.endswith("if they were moved, say where with --val")) == (2, True)
@@ -372,7 +346,7 @@ def test_a_deleted_newest_checkpoint_is_missed(place):
 def test_resuming_a_run_in_use_that_has_saved_nothing_says_so(flags, place):
     folder = RunFolder(place / "runs" / "begun")
     try:
-        line = line_of(call(TRAIN, *flags, "--run_name=begun", "--resume=latest"))
+        line = rejected(call(TRAIN, *flags, "--run_name=begun", "--resume=latest"))
     finally:
         folder.close()
     assert f"in use by process {os.getpid()}" in line
@@ -403,9 +377,6 @@ def test_the_table_of_runs_fits_the_terminal(place, columns):
     assert line.split()[:3] == [name, "completed", "4/4"]
     assert ("last write" in header) == (columns == 200)
     assert overview.status_table([run]) == overview.status_table([run], width=200)
-
-
-# -- runs rm, runs archive -------------------------------------------------------------------------------------------
 
 
 def runs_command(place: Path, *words: str) -> launch.Done:
@@ -454,7 +425,7 @@ def test_a_run_in_use_is_never_touched(place, verb):
     before = sorted((place / "runs").rglob("*"))
     try:
         for name in ("tiny", "tiny/step_00000002"):
-            line = launch.rejected(runs_command(place, verb, name, "--yes"))
+            line = rejected(runs_command(place, verb, name, "--yes"))
             assert "in use by process" in line or "whole runs are archived" in line
     finally:
         folder.close()
@@ -493,7 +464,7 @@ def test_a_folder_of_another_program_is_neither_run_nor_checkpoint(place):
 def test_a_link_to_a_run_is_named_and_left(place, verb):
     folder = place / "runs" / "tiny"
     (place / "runs" / "link").symlink_to(folder)
-    line = line_of(runs_command(place, verb, "link", "--yes"))
+    line = rejected(runs_command(place, verb, "link", "--yes"))
     said = f"{place / 'runs' / 'link'}: a link to {folder}; name that folder, and remove the link"
     assert line == f"error: {said}"
     assert (place / "runs" / "link" / "step_00000004").is_dir()
@@ -502,12 +473,12 @@ def test_a_link_to_a_run_is_named_and_left(place, verb):
 def test_a_run_is_not_moved_into_itself(place):
     folder = place / "runs" / "tiny"
     for to in (folder, folder / "sub"):
-        line = line_of(runs_command(place, "archive", "tiny", "--to", str(to), "--yes"))
+        line = rejected(runs_command(place, "archive", "tiny", "--to", str(to), "--yes"))
         assert line.endswith(f"--to {to}: lies inside the run {folder}; choose another --to")
     assert not (folder / "sub").exists()
 
 
 @pytest.mark.parametrize("name", ["data", "nothing"])
 def test_what_is_no_run_is_not_deleted(place, name):
-    launch.rejected(call("runs", "rm", name, "--yes", f"--checkpoint_dir={place}"))
+    rejected(call("runs", "rm", name, "--yes", f"--checkpoint_dir={place}"))
     assert (place / "data").is_dir()

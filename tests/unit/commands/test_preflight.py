@@ -167,28 +167,21 @@ def test_a_disk_that_returns_other_bytes_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--dry_run", "--fit_schedule", "--mini_batch_size=auto"])
 def test_what_does_not_go_together_is_rejected(run, flag):
-    assert "--preflight" in launch.rejected(
-        launch.call(launch.TRAIN, *run.flags, "--preflight", flag)
-    )
+    done = launch.call(launch.TRAIN, *run.flags, "--preflight", flag)
+    assert "--preflight" in launch.rejected(done)
 
 
 @pytest.mark.parametrize(
     ("typed", "command"),
     [
-        (["src/train.py", "--preflight", "--n_layer=1"], ["python", "src/train.py", "--n_layer=1"]),
-        (
-            ["/venv/bin/gpt2lab", "train", "--preflight", "--n_layer=1"],
-            ["gpt2lab", "train", "--n_layer=1"],
-        ),
-        (
-            ["gpt2lab/__main__.py", "finetune", "--preflight"],
-            ["python", "-m", "gpt2lab", "finetune"],
-        ),
-        (["gpt2lab/train.py", "--preflight", "--json"], ["python", "src/train.py"]),
+        ("src/train.py --preflight --n_layer=1", "python src/train.py --n_layer=1"),
+        ("/venv/bin/gpt2lab train --preflight --n_layer=1", "gpt2lab train --n_layer=1"),
+        ("gpt2lab/__main__.py finetune --preflight", "python -m gpt2lab finetune"),
+        ("gpt2lab/train.py --preflight --json", "python src/train.py"),
     ],
 )
 def test_the_command_after_go_has_the_form_that_was_typed(typed, command, monkeypatch):
     monkeypatch.chdir(launch.REPOSITORY)
-    monkeypatch.setattr("sys.argv", typed)
-    expected = [paths.program(command[0]), *command[1:]]
-    assert preflight.command_to_start([]) == fmt.command_line(expected)
+    monkeypatch.setattr("sys.argv", typed.split())
+    program, *words = command.split()
+    assert preflight.command_to_start([]) == fmt.command_line([paths.program(program), *words])

@@ -12,10 +12,9 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint.manifest import Draft, commit
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, printable
 from launch import TRAIN
+from whole_run import facts_of
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\x7f"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -25,16 +24,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def runs(tmp_path) -> Path:
     """Return runs whose names, labels and files hold escape sequences wherever one can be."""
     folder = tmp_path / "runs" / EVIL
-    facts = {
-        "step": 2,
-        "kind": "rolling",
-        "tokens": 1,
-        "created": 1.0,
-        "config": to_flat(Config()),
-        "data_fingerprint": "0" * 64,
-        "environment": {"world_size": 1},
-    }
-    commit(folder, Draft(2, {}, facts))
+    commit(folder, Draft(2, {}, facts_of(2)))
     (folder / "labels").mkdir()
     (folder / "labels" / EVIL).write_text("step_00000002")
     (folder / "config.json").write_text(json.dumps({"model": EVIL}))
