@@ -13,7 +13,6 @@ import torch
 
 import launch
 from corpora import run_prepare, write_jsonl
-from gpt2lab.checkpoint import manifest
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.data.verify import verify
@@ -21,6 +20,7 @@ from gpt2lab.errors import NonFiniteError
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import parse, pretrain
+from whole_run import reseal
 
 T, S, LAST = 64, 8, 24
 SPIKE, BAD = 14, 108  # the poisoned window is sample 108, of step 14
@@ -80,10 +80,8 @@ def flip(folder: Path, tensor: str, place: int, *, redo: bool) -> None:
     content[8 + size + begin + 4 * place + 2] ^= 0x80
     path.write_bytes(content)
     if redo:
-        listed = json.loads((folder / "manifest.json").read_text())
-        listed["files"]["model.safetensors"]["sha256"] = hashlib.sha256(content).hexdigest()
-        listed["manifest_sha256"] = manifest._hash_of(listed)
-        (folder / "manifest.json").write_text(json.dumps(listed, indent=1))
+        known = {"sha256": hashlib.sha256(content).hexdigest()}
+        reseal(folder, lambda listed: listed["files"]["model.safetensors"].update(known))
 
 
 @pytest.fixture(scope="module")

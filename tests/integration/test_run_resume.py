@@ -1,9 +1,7 @@
 """What a resume in the same folder allows, rejects, sets aside and labels; retention."""
 
-import json
 import math
 import shutil
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +14,7 @@ from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
 from tiny import parse
+from whole_run import reseal
 
 
 def test_worse_evaluation_after_a_resume_is_not_labelled_best(run):
@@ -89,14 +88,6 @@ def test_muon_logs_and_tells_both_learning_rates(run, capsys):
     assert (config["max_lr"], config["min_lr"], config["muon_lr"]) == (2e-3, 2e-4, 5e-3)
 
 
-def _forget_order_version(checkpoint: Path) -> None:
-    path = checkpoint / manifest.MANIFEST
-    content = json.loads(path.read_text())
-    del content["order_version"]
-    content["manifest_sha256"] = manifest._hash_of(content)
-    path.write_text(json.dumps(content))
-
-
 def test_a_run_of_the_first_shuffle_goes_on_with_it(run, monkeypatch, tmp_path):
     """Runs of earlier versions have no `order_version` in their checkpoints."""
     of_old = "--shuffle=windows"
@@ -107,7 +98,7 @@ def test_a_run_of_the_first_shuffle_goes_on_with_it(run, monkeypatch, tmp_path):
         shutil.rmtree(run.path)
         run.train("--max_steps=6", of_old, "--stop_after_steps=3")
     for info in run.checkpoints().values():
-        _forget_order_version(info.path)
+        reseal(info.path, lambda content: content.pop("order_version"))
     run.train("--max_steps=6", "--resume=latest")
     assert [event["batch_hash"] for event in run.events("step")] == straight
     assert run.events("begin", attempt=2)[0]["order_version"] == 1

@@ -33,7 +33,7 @@ from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
 from gpt2lab.training import control
 from tiny import VOCAB, flip_bit
-from whole_run import Run
+from whole_run import Run, reseal
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
 SEED = int(os.environ.get("SEED", "1337"))
@@ -298,14 +298,6 @@ def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):
     assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
 
 
-def reseal(folder: Path, **values: Any) -> None:
-    """Change a manifest and give it a hash that holds: what an attacker can do and a disk cannot."""
-    path = folder / "manifest.json"
-    content = {**json.loads(path.read_text()), **values}
-    content["manifest_sha256"] = manifest._hash_of(content)
-    path.write_text(json.dumps(content))
-
-
 @pytest.fixture
 def folder(two, tmp_path) -> Path:
     shutil.copytree(two, tmp_path / "run")
@@ -314,7 +306,8 @@ def folder(two, tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", ".hidden", "a/b", ""])
 def test_names_that_leave_the_folder_are_rejected(name, folder):
-    reseal(folder, files={name: {"bytes": 1, "sha256": "0" * 64}})
+    files = {name: {"bytes": 1, "sha256": "0" * 64}}
+    reseal(folder, lambda content: content.update(files=files))
     with pytest.raises(CheckpointError, match="not a plain name"):
         manifest.verify(folder)
 
@@ -342,10 +335,8 @@ def test_hostile_tensor_files_are_rejected_in_one_line_and_little_memory(two, tm
         length = struct.pack("<Q", len(header))
         data = header if case == "claims 100 GB" else length + header + bytes(4)
         (folder / "model.safetensors").write_bytes(data)
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        sha256 = hashlib.sha256(data).hexdigest()
-        files["model.safetensors"] = {"bytes": len(data), "sha256": sha256}
-        reseal(folder, files=files)
+        file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        reseal(folder, lambda content, file=file: content["files"].update({store.MODEL: file}))
         folders.append(str(folder))
     code = (
         "import sys\nfrom pathlib import Path\nfrom gpt2lab.checkpoint import store\n"

@@ -1,7 +1,6 @@
 """From shards to batches: which folders are rejected, and what the loader makes of the others."""
 
 import gc
-import json
 import os
 import shlex
 import shutil
@@ -132,14 +131,6 @@ def test_ids_are_below_the_vocabulary_and_never_padding(tmp_path):
                 open_data(folder, vocab_size=vocab_size)
 
 
-def test_a_foreign_folder_is_accepted_with_one_warning(foreign):
-    data = open_data(foreign, vocab_size=VOCAB)
-    assert [len(data.splits["train"]), len(data.splits["val"])] == [2, 1]
-    assert [data.tokens("train"), data.tokens("val")] == [500, 150]
-    assert len(data.warnings) == 1
-    assert "shards.json" in data.warnings[0]
-
-
 def test_a_foreign_fingerprint_covers_names_sizes_and_nothing_of_this_machine(foreign, tmp_path):
     def fingerprint(folder: Path) -> str:
         return open_data(folder, vocab_size=VOCAB).fingerprint
@@ -163,12 +154,6 @@ def test_an_existing_edufineweb_set_loads_in_the_order_of_its_numbers(tmp_path):
         np.save(tmp_path / f"edufineweb_{name}.npy", np.zeros(50, dtype=np.uint16))
     data = open_data(tmp_path, vocab_size=50304)
     assert [shard.path.stem for shard in data.splits["train"]] == [f"edufineweb_{n}" for n in train]
-
-
-def test_a_prepared_folder_opens_without_a_warning(prepared):
-    data = open_data(prepared, vocab_size=50304)
-    assert data.warnings == ()
-    assert data.fingerprint == json.loads((prepared / "shards.json").read_text())["fingerprint"]
 
 
 def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:

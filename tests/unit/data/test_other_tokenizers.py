@@ -92,13 +92,6 @@ def test_workers_and_parts_change_no_byte(name, tmp_path):
     assert corpora.snapshot(tmp_path / "merged") == expected
 
 
-def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source, tmp_path):
-    run_prepare(source, tmp_path / "out", tokenizer=BYTES)
-    assert run_prepare(source, tmp_path / "out", tokenizer=BYTES) is None
-    with pytest.raises(DataError, match="holds something else already"):
-        run_prepare(source, tmp_path / "out")
-
-
 @pytest.mark.parametrize("harm", ["another", "missing"])
 def test_a_changed_tokenizer_file_is_refused(source, tmp_path, harm):
     out = tmp_path / "out"
@@ -117,12 +110,6 @@ def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(source, tmp_
     with pytest.raises(DataError, match="is not among the 3 of this tokenizer"):
         run_prepare(source, tmp_path / "out", tokenizer=CharactersTokenizer("abc"))
     assert not (tmp_path / "out").exists()
-
-
-def test_an_id_above_the_tokenizers_is_refused(source, tmp_path):
-    run_prepare(source, tmp_path / "out", tokenizer=BYTES)
-    with pytest.raises(DataError, match=r"must be below min\(vocab_size, 257\) = 200"):
-        open_data(tmp_path / "out", vocab_size=200)
 
 
 def test_windows_of_32_bit_ids(source, tmp_path):

@@ -35,6 +35,7 @@ from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.tokenizers.plain import BYTES
 from tiny import write_shards
 
 
@@ -234,6 +235,7 @@ OTHERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
     "other text of its name": lambda s: (write_jsonl(s, ["something else"] * 90), {}),
     "another request": lambda s: (s, {"max_tokens": 500}),
     "another column": lambda s: (s, {"text_column": "id"}),
+    "another tokenizer": lambda s: (s, {"tokenizer": BYTES}),
     "foreign shards": lambda s: (s, {}),
     "file": lambda s: (s, {}),
 }

@@ -1,5 +1,7 @@
 """fp16: losses within noise of fp32, an overflow skips one update and halves the scale, a kill changes no bit."""
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -70,9 +72,8 @@ def test_an_overflow_skips_one_update_and_halves_the_scale(more, run):
     state = run.saved_state(9)
     assert state["skipped"] == [{"step": 7, "reason": OVERFLOW, "samples": [48, 56]}]
     assert state["loss_scale"] == [2.0**15, 2]
-    assert (
-        "the update was skipped, the loss scale is now 32768" in (run.path / "log.txt").read_text()
-    )
+    said = "the update was skipped, the loss scale is now 32768"
+    assert said in (run.path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,7 @@ def test_one_compiled_graph_serves_every_scale(run, tiny_data, tmp_path, monkeyp
     plain.train("--max_steps=6")
     monkeypatch.setattr(LossScale, "update", overflow_in_2_and_4)
     run.train("--max_steps=6", "--compile=on")
-    assert [e["loss_scale"] for e in run.steps().values()] == [
-        2.0**n for n in (16, 15, 15, *[14] * 3)
-    ]
+    powers = [math.log2(event["loss_scale"]) for event in run.steps().values()]
+    assert powers == [16, 15, 15, 14, 14, 14]
     assert len(set(graphs)) == 1
     assert run.losses() == pytest.approx(plain.losses(), abs=1e-3)

@@ -29,9 +29,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[
 def test_a_training_run_builds_one_order_of_the_training_windows(tiny_flags, monkeypatch):
     orders = count_calls(monkeypatch, Order, "__init__")
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    assert (
-        len(orders) == 3
-    )  # the validation's where the start checks it, and where the loss is opened
+    assert len(orders) == 3, "two of validation: the start checks it, and the loss is opened"
 
 
 def test_a_resume_with_a_preset_hashes_the_checkpoint_once(tiny_flags, tmp_path, monkeypatch):

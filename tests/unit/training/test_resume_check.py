@@ -1,6 +1,5 @@
 """A resume compares what it is about to do with what the run recorded, and rejects what differs."""
 
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -11,14 +10,13 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
 from gpt2lab.training import resume_check
 from tiny import write_shards
-from whole_run import Run
+from whole_run import Run, reseal
 
 COMMON = ("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=3", "--warmup_steps=2")
 
@@ -160,11 +158,7 @@ def test_a_run_goes_on_on_another_kind_of_device(on_gpu, run, monkeypatch):
 def test_another_system_than_the_checkpoints_is_a_warning(run, values, said):
     """Also where somebody edited the manifest and made its hash anew."""
     run.train(*COMMON, "--stop_after_steps=3")
-    path = run.path / folder_name(3) / "manifest.json"
-    content = json.loads(path.read_text())
-    content["environment"] |= values
-    content["manifest_sha256"] = manifest._hash_of(content)
-    path.write_text(json.dumps(content))
+    reseal(run.path / folder_name(3), lambda content: content["environment"].update(values))
     run.train(*COMMON, "--stop_after_steps=4", "--resume=latest")
     [warning] = [e["message"] for e in run.events("warning", 2) if "resumed on" in e["message"]]
     assert "\n" not in warning
