@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -198,6 +199,25 @@ sys.exit(run(train.main))
     path = folder / "patched_train.py"
     path.write_text(source)
     return path
+
+
+def program_before(folder: Path, owner: str, name: str, lines: str) -> Path:
+    """Write a trainer that runs lines before each call of a function of `owner`.
+
+    The lines know the call's `args`, how many `calls` there were with this one, and the process's `rank`.
+    """
+    patch = f"""
+import os, pkgutil, signal, time
+owner, calls, rank = pkgutil.resolve_name({owner!r}), 0, int(os.environ.get("RANK", 0))
+plain = getattr(owner, {name!r})
+def before(*args, **options):
+    global calls
+    calls += 1
+{textwrap.indent(lines, "    ")}
+    return plain(*args, **options)
+setattr(owner, {name!r}, before)
+"""
+    return python_program(folder, patch)
 
 
 if sys.platform != "linux":

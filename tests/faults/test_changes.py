@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun, python_program
+from harness import PACE, STEPS, FaultRun, program_before
 
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
@@ -98,13 +98,8 @@ def test_row_36_a_folder_that_goes_is_one_line(how, world, run):
 @pytest.mark.parametrize("world", [1, 2])
 def test_row_37_a_stopped_run_goes_on(world, run, reference, tmp_path):
     """SIGSTOP, as Ctrl+Z, for longer than --hang_seconds; in a step that goes on for a while afterwards."""
-    program = python_program(
-        tmp_path,
-        "import time\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
-        "def step(model, o, batch, *a, **k):\n"
-        "    for _ in range(75 if batch.first_sample == 8 * 11 else 0):\n        time.sleep(0.02)\n"
-        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
-    )
+    lasts = "for _ in range(75 if calls == 12 else 0):\n    time.sleep(0.02)"
+    program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", lasts)
     process = run.start("--hang_seconds=5", world=world, program=program, FAULT=PACE)
     run.wait_for(process, "step", 11)
     ids = [process.pid, *run.workers(process).values()]
@@ -211,16 +206,12 @@ def test_row_38_shards_written_again_or_moved_away_end_nothing(own, reference):
 @pytest.mark.parametrize("asked", ["torch.empty(1 << 30)", "bytearray(1 << 32)"])
 def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(asked, run, tmp_path):
     """A limit of the system, as `ulimit -v` sets it; torch and Python say it with other errors."""
-    program = python_program(
-        tmp_path,
-        "import resource, torch\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
-        "def step(model, o, batch, *a, **k):\n"
-        "    if batch.first_sample == 8 * 14:\n"
-        "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)\n"
-        f"        {asked}\n"
-        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    takes = (
+        "if calls == 15:\n    import resource, torch\n"
+        "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        f"    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)\n    {asked}"
     )
+    program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", takes)
     assert run.finish(program=program) == 1
     assert the_line(run).startswith("error: out of memory: ")
     assert "A lower --mini_batch_size needs less" in the_line(run)

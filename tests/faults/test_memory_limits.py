@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, python_program
+from harness import PACE, program_before
 
 import launch
 
@@ -48,18 +48,13 @@ def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
     run, reference, small_group, tmp_path
 ):
     """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""
-    program = python_program(
-        tmp_path,
-        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
-        f"group, once = {str(small_group / 'cgroup.procs')!r}, {str(tmp_path / 'once')!r}\n"
-        "def step(model, o, batch, *a, **k):\n"
-        "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 14:\n"
-        "        if not os.path.exists(once):\n"
-        "            open(once, 'x').close()\n"
-        "            open(group, 'w').write(str(os.getpid()))\n"
-        f"            bytearray(os.urandom({4 * LIMIT}))\n"
-        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    group, once = str(small_group / "cgroup.procs"), str(tmp_path / "once")
+    takes = (
+        f"if rank == 1 and args[2].first_sample == 8 * 14 and not os.path.exists({once!r}):\n"
+        f"    open({once!r}, 'x').close()\n"
+        f"    open({group!r}, 'w').write(str(os.getpid()))\n    bytearray(os.urandom({4 * LIMIT}))"
     )
+    program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", takes)
     run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
     script = str(launch.SCRIPTS / "run_until_done.sh")
     command = launch.command_for(program, run.argv(), world=2)

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, python_program
+from harness import PACE, STEPS, program_before, python_program
 
 import launch
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.fault
 
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 SOON = ("--shutdown-timeout=2",)  # in which torchrun kills
+HALF = "    args[0].param_groups[0]['params'][0].data.add_(1)\n"  # of an update
 
 
 def pipelined(folder: Path) -> Path:
@@ -51,14 +52,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
     """Its survivor meets the error when both have the weights of step 10: saved as those of step 10, not of step 9."""
     run.flags = NO_ROLLING
-    program = python_program(
-        tmp_path,
-        "import os, signal\nfrom gpt2lab.training.health import Stragglers\nplain = Stragglers.note\n"
-        "def note(self, step, **k):\n"
-        "    if step == 10 and os.environ['RANK'] == '1':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    plain(self, step, **k)\nStragglers.note = note",
-    )
+    dies = "if args[1] == 10 and rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    program = program_before(tmp_path, "gpt2lab.training.health:Stragglers", "note", dies)
     assert run.finish(world=2, program=program) != 0
     assert run.saved() == [10], run.errors()
     run.resumes_as(reference(2), world=2)
@@ -99,15 +94,8 @@ def test_row_11_a_survivor_is_aborted_100_ms_later(run, reference, tmp_path):
 
 
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
-    program = python_program(
-        tmp_path,
-        "import os\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
-        "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
-        "    if calls == 15 and os.environ['RANK'] == '0':\n"
-        "        self.param_groups[0]['params'][0].data.add_(1)\n"
-        "        raise RuntimeError('CUDA out of memory')\n"
-        "    return plain(self, *a, **k)\nAdamW.step = step",
-    )
+    fails = f"if calls == 15 and rank == 0:\n{HALF}    raise RuntimeError('CUDA out of memory')"
+    program = program_before(tmp_path, "gpt2lab.optim.adamw:AdamW", "step", fails)
     assert run.finish(world=2, program=program) != 0
     assert "half-way" in run.errors()
     # Process 1 survives with a whole update 15; process 0's half one, and so its line, must not be on disk.
@@ -177,15 +165,8 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, ref
 
 def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     """The weights are then those of no step: the watching thread leaves them alone."""
-    program = python_program(
-        tmp_path,
-        "import os, time\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
-        "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
-        "    if calls == 13:\n"
-        "        self.param_groups[0]['params'][0].data.add_(1)\n"
-        "        time.sleep(600)\n"
-        "    return plain(self, *a, **k)\nAdamW.step = step",
-    )
+    hangs = f"if calls == 13:\n{HALF}    time.sleep(600)"
+    program = program_before(tmp_path, "gpt2lab.optim.adamw:AdamW", "step", hangs)
     code = run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program)
     assert code != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
@@ -196,13 +177,8 @@ def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
 
 def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
     """It is alive and says so; the others wait for it in the next agreement."""
-    program = python_program(
-        tmp_path,
-        "import os, time\nfrom gpt2lab.data.loader import Loader\nplain = Loader.fetch\n"
-        "def fetch(self, first):\n"
-        "    if os.environ['RANK'] == '1' and first == 80:\n        time.sleep(600)\n"
-        "    return plain(self, first)\nLoader.fetch = fetch",
-    )
+    waits = "if rank == 1 and args[1] == 80:\n    time.sleep(600)"
+    program = program_before(tmp_path, "gpt2lab.data.loader:Loader", "fetch", waits)
     process = run.start("--hang_seconds=1", world=2, torchrun=SOON, program=program)
     assert run.end_of(process) != 0
     assert "all wait for: rank 1 on" in run.errors()
@@ -252,14 +228,8 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, t
 
 
 def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
-    program = python_program(
-        tmp_path,
-        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
-        "def step(model, o, batch, *a, **k):\n"
-        "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 11:\n"
-        "        model.module.ln_f.bias.data[3] += 1e-6\n"
-        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
-    )
+    differs = "if calls == 12 and rank == 1:\n    args[0].module.ln_f.bias.data[3] += 1e-6"
+    program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", differs)
     code = run.finish("--drift_check_freq=6", world=2, program=program)
     assert code != 0
     assert "step 12: ranks hold different weights, first in " in run.errors()
@@ -273,16 +243,11 @@ def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
 def test_a_slow_process_is_named(where, run, tmp_path):
     delay = 0.5  # seconds
     target = {
-        "forward": "from gpt2lab.model.gpt import GPT as C\nname = 'forward'",
+        "forward": ("gpt2lab.model.gpt:GPT", "forward"),
         # Where a step waits for its data: a batch is read beside the step before, which would hide some of the delay.
-        "data": "from concurrent.futures import Future as C\nname = 'result'",
+        "data": ("concurrent.futures:Future", "result"),
     }[where]
-    program = python_program(
-        tmp_path,
-        f"import os, time\n{target}\nplain = getattr(C, name)\n"
-        f"def slow(self, *a):\n    time.sleep({delay} if os.environ['RANK'] == '1' else 0)\n"
-        "    return plain(self, *a)\nsetattr(C, name, slow)",
-    )
+    program = program_before(tmp_path, *target, f"time.sleep({delay} * rank)")
     more = ("--mini_batch_size=4", "--max_steps=35", "--warmup_steps=2")
     assert run.finish(*more, world=2, program=program) == 0, run.errors()
     warnings = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import PACE, STEPS, FaultRun, python_program
+from harness import PACE, STEPS, FaultRun, program_before, python_program
 
 import launch
 
@@ -59,13 +59,8 @@ def test_row_05_sigterm_within_a_save(run, reference):
 
 def test_row_05_sigterm_within_an_evaluation(run, tmp_path):
     """Of two processes, one hears it; both leave the evaluation at the same batch."""
-    slow = python_program(
-        tmp_path,
-        "import time\nfrom gpt2lab.evaluation.validation import Validation\n"
-        "plain = Validation._measure_windows\n"
-        "def slowed(self, *a):\n    time.sleep(0.25)\n    return plain(self, *a)\n"
-        "Validation._measure_windows = slowed",
-    )
+    batch = ("gpt2lab.evaluation.validation:Validation", "_measure_windows")
+    slow = program_before(tmp_path, *batch, "time.sleep(0.25)")
     run.flags = ("--checkpoint_freq=0", "--eval_freq=4", "--max_steps=8")
     process = run.start(world=2, program=slow)  # 20 windows: 2.5 s and more for each evaluation
     run.wait_for(process, "step", 4)

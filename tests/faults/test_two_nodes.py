@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun, python_program
+from harness import PACE, STEPS, FaultRun, program_before
 
 import launch
 
@@ -127,12 +127,7 @@ def test_row_45_a_node_that_freezes_is_named_and_waited_for(run, reference):
 
 def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(run, reference, tmp_path):
     """All its processes are gone at once, and come back later with the same command line; the other one never left."""
-    slow = python_program(
-        tmp_path,
-        "import os, time\nfrom gpt2lab.model.gpt import GPT\nplain = GPT.forward\n"
-        "def forward(self, *a):\n    time.sleep(0.05 if os.environ['RANK'] == '1' else 0)\n"
-        "    return plain(self, *a)\nGPT.forward = forward",
-    )
+    slow = program_before(tmp_path, "gpt2lab.model.gpt:GPT", "forward", "time.sleep(0.05 * rank)")
     port = free_port()
     first, second = (start_script(run, node, port, slow) for node in (0, 1))
     run.wait_for(first, "warning", 30)

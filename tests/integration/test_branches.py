@@ -139,13 +139,6 @@ def test_a_run_lists_its_branches_in_other_folders_while_they_exist(trunk, tmp_p
     assert any(line.endswith("away @12") for line in lineage(trunk.path.parent))
 
 
-def test_a_copy_without_its_trunk_still_says_where_it_began(trunk, tmp_path):
-    run = branch(trunk, "alone", "--branch_from=tiny@8", "--cooldown=1")
-    run.train()
-    shutil.copytree(run.path, tmp_path / "alone")
-    assert lineage(tmp_path) == ["tiny (not here)", "└── alone @8"]
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -177,19 +170,22 @@ def test_what_cannot_be_a_branch_is_one_line_and_nothing_written(trunk, flags, w
     assert sorted(trunk.path.parent.iterdir()) == before
 
 
-def test_a_cooldown_needs_a_constant_rate(tiny_run, wording):
-    cosine = tiny_run(max_steps=4, checkpoint_freq=2)
-    wording(branch(cosine, "b", "--branch_from=tiny@2", "--cooldown=2").rejected())
-
-
-def test_a_cooldown_from_within_the_warm_up_is_rejected(tiny_run, wording):
-    run = tiny_run(*WSD, warmup_steps=6, stop_after_steps=4)
-    wording(branch(run, "b", "--branch_from=tiny@4", "--cooldown=2").rejected())
-
-
-def test_a_run_that_does_not_exist_is_rejected(tiny_run, wording):
-    run = tiny_run(max_steps=2)
-    wording(branch(run, "b", "--branch_from=nobody@2").rejected())
+@pytest.mark.parametrize(
+    ("trained", "flags"),
+    [
+        ("--max_steps=4 --checkpoint_freq=2", "--branch_from=tiny@2 --cooldown=2"),  # by a cosine
+        (
+            f"{' '.join(WSD)} --warmup_steps=6 --stop_after_steps=4",  # within the warm-up
+            "--branch_from=tiny@4 --cooldown=2",
+        ),
+        ("--max_steps=2", "--branch_from=nobody@2"),
+    ],
+    ids=["a cosine", "a warm-up", "nobody"],
+)
+def test_a_run_that_cannot_be_cooled_down_or_is_not_there(tiny_run, trained, flags, wording):
+    run = tiny_run(*trained.split())
+    run.train()
+    wording(branch(run, "b", *flags.split()).rejected())
 
 
 def test_a_damaged_or_vanished_checkpoint_is_one_line_and_stays(trunk, tmp_path):
