@@ -136,9 +136,12 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
     assert losses == {n: loss for n, loss in first.items() if n <= 4}
 
 
+# 95 windows a step, of 190 in an epoch.
+_TWO_STEPS_AN_EPOCH = ("--total_batch_size=1520", "--mini_batch_size=5")
+
+
 def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
-    # 95 windows a step: an epoch of 190 windows is exactly two steps.
-    batch = ["--total_batch_size=1520", "--mini_batch_size=5", "--num_epochs=3"]
+    batch = [*_TWO_STEPS_AN_EPOCH, "--num_epochs=3"]
     run.train(*batch, "--checkpoint_freq=1", "--keep_checkpoints=1", "--eval_freq=3")
     assert [event["epoch"] for event in run.events("step")] == [0, 0, 1, 1, 2, 2]
     assert [event["step"] for event in run.events("checkpoint")] == [1, 2, 3, 4, 5, 6]
@@ -151,8 +154,15 @@ def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
     assert list(run.checkpoints()) == [2, 3, 4, 6]
 
 
+def test_a_resume_with_another_batch_leaves_the_end_of_an_epoch_where_it_was(run):
+    run.train(*_TWO_STEPS_AN_EPOCH, "--max_steps=4", "--stop_after_steps=3", "--eval_freq=0")
+    twice = ["--resume=latest", "--total_batch_size=3040"]
+    run.train(*twice, "--allow_change=total_batch_size")
+    assert run.labels()["epoch_0001"] == "step_00000002"
+
+
 def test_a_run_of_many_epochs_keeps_no_end_of_one(run):
-    run.train("--num_epochs=5", "--total_batch_size=1520", "--mini_batch_size=5", "--eval_freq=0")
+    run.train(*_TWO_STEPS_AN_EPOCH, "--num_epochs=5", "--eval_freq=0")
     assert [event["epoch"] for event in run.events("step")][-1] == 4
     assert run.labels().keys() == {"best"}
 

@@ -98,7 +98,11 @@ class Start:
         """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
         if not self.plan.keeps_epochs or samples == 0:
             return None
-        before, now = map(self.order.epoch_of, (samples - self.plan.batch.samples, samples))
+        batch, origin = self.config.batch, self.checkpoint
+        if origin is not None and origin.manifest.get("samples") == samples:
+            batch = origin.config().batch  # the step resumed from had that of its own start
+        trained = batch.total_batch_size // self.config.model.context_length
+        before, now = map(self.order.epoch_of, (samples - trained, samples))
         return now if now > before else None
 
     def epochs_by_source(self) -> dict[str, float]:
