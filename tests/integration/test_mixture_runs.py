@@ -49,7 +49,7 @@ def words(data: Path, **weights: float) -> list[str]:
 def flags_of(data: Path, runs: Path, name: str, *more: str) -> list[str]:
     return [
         *(*TINY, "--n_layer=1", "--n_embd=16", "--max_lr=0.01", f"--checkpoint_dir={runs}"),
-        *("--val_tokens=960", "--eval_freq=12", "--checkpoint_freq=6", f"--max_steps={LAST}"),
+        *("--val_tokens=1000", "--eval_freq=12", "--checkpoint_freq=6", f"--max_steps={LAST}"),
         *(f"--run_name={name}", *words(data, **WEIGHTS), "--data_weights_at", CHANGE, *more),
     ]
 
@@ -165,6 +165,7 @@ def test_the_headline_is_the_mean_by_the_first_weights(straight, data):
     expected = math.hypot(*(WEIGHTS[n] * errors[n] for n in NAMES))
     assert event["val_loss_se"] == pytest.approx(expected, rel=1e-12)
     assert event["val_tokens"] == 3 * 320
+    assert "| evaluating 960 tokens" in (straight / "log.txt").read_text()
     found = launch.ask("evaluate.py", straight, "--json", folder=straight.parent)
     for name in ("val_loss", "val_loss_se", "val_loss_by_source", "val_loss_se_by_source"):
         assert found[name] == event[name]

@@ -37,9 +37,9 @@ class Evaluator:
         self.average = components.average
         self.tokenizer = components.start.tokenizer
         # As announced; of conversations only the answers count.
-        T = self.config.model.context_length
-        windows = sum(order.windows_per_epoch for order in components.start.val_orders)
-        self.val_tokens = T * min(windows, max(1, self.config.eval.val_tokens // T))
+        T, orders = self.config.model.context_length, components.start.val_orders
+        of_each = max(1, self.config.eval.val_tokens // len(orders) // T)  # windows of a source
+        self.val_tokens = T * sum(min(order.windows_per_epoch, of_each) for order in orders)
         self.validation = components.batches.validation(components.strategy)
         self.prompt_ids = components.batches.prompt_ids
         self.logger, self.control = session.logger, session.control
