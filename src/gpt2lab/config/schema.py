@@ -229,7 +229,7 @@ class OptimConfig:
         "linear", "wsd: the decay falls in a line, or by 1 - sqrt of its part done"
     )
     weight_decay: float = guarded(
-        0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0
+        0.1, "weight decay of matrices, also Muon's (biases and norms are not decayed)", least=0
     )
     adamw_decay: float | None = guarded(
         None,

@@ -43,8 +43,8 @@ def make_request(
 ) -> RunRequest:
     """Return the request for given settings: typed ones override the file, the file overrides the preset.
 
-    `typed`, `file`: by the names of flags, paths absolute, as `settings_file` reads them. `allow_change`: names
-    separated by commas.
+    `typed`, `file`: by the names of flags, paths absolute, as `as_recorded` and `read_file` return them.
+    `allow_change`: names separated by commas.
 
     Raises: ConfigError on a name that no setting has.
     """

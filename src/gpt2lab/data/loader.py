@@ -1,4 +1,4 @@
-"""Global batches by sample number; a thread reads, hashes and puts them on the device one step ahead.
+"""Global batches by sample number; a thread reads, hashes and puts them on the device ahead of the steps.
 
 The loader has no position to save: the caller names the first sample, and a resume names it again.
 """
@@ -59,7 +59,7 @@ class Loader:
         self._rank, self._device = rank, device
 
     def batches(self, first_sample: int) -> Generator[GlobalBatch, None, None]:
-        """Yield the batches from `first_sample` on, prefetched one ahead.
+        """Yield the batches from `first_sample` on; the next two are fetched while one is trained on.
 
         Raises: DataError in the step that would have used a damaged shard.
         """
