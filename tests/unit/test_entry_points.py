@@ -47,10 +47,8 @@ TUNE = ["--init_from=x", "--instructions=demo"]
     ("words", "typed"),
     [
         (["src/train.py"], {}),
-        (["-m", "gpt2lab.train"], {}),
         (["-m", "gpt2lab", "train"], {}),
         (["src/finetune.py", *TUNE], {}),
-        (["-m", "gpt2lab.finetune", *TUNE], {}),
         (LIBRARY, {}),
         *[(LIBRARY, {name: "7"}) for name in WAITING],
     ],

@@ -17,7 +17,8 @@ def test_one_step_is_no_range():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(18_120.0, "5h 02m"), (59.0, "59s"), (None, "n/a"), (3600 * 1e308, "n/a")]
+    ("seconds", "text"),
+    [(18_120.0, "5h 02m"), (59.6, "1m 00s"), (None, "n/a"), (3600 * 1e308, "n/a")],
 )
 def test_a_span_has_two_units_where_it_is_known(seconds, text):
     assert fmt.duration(seconds) == text

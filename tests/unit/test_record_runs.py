@@ -36,9 +36,7 @@ def compared(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> int:
         (lambda run: run["events"][0].update(loss=float("nan")), "/plain/events/0/loss"),
         (lambda run: run["events"].pop(), "/plain/events"),
         (lambda run: run["config"].pop("min_lr"), "/plain/config/min_lr"),
-        (lambda run: run["starts"][0].update(exit_code=1), "/plain/starts/0/exit_code"),
         (lambda run: run["files"].update(other="~"), "/plain/files/other"),
-        (lambda run: run.update(failed="it hangs"), "/plain/failed"),
     ],
 )
 def test_a_planted_difference_is_one_line(change, place, tmp_path, capsys):

@@ -150,7 +150,7 @@ class Console:
             text = short
         text = text if self._width is None else wrap(text, self._width)
         with self._output.lock:
-            if self._output.has_room(text):
+            if self._output.has_room(text + "\n"):
                 self._remove_shown()
                 self._output.report_dropped()
                 self._output.put(text + "\n")

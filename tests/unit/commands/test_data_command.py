@@ -13,7 +13,7 @@ from corpora import TEXTS, expected_stream, run_prepare, write_jsonl
 from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
-from gpt2lab.data.verify import measure, measure_overlap, verify
+from gpt2lab.data.verify import SplitStats, measure, measure_overlap, stats_table, verify
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
@@ -102,6 +102,8 @@ def test_stats_are_those_of_the_text(many):
     code, said, _ = data("stats", many)
     assert code == 0
     assert f"{stats['train'].tokens:,}" in said
+    exact = SplitStats(2, 2 * 1024, 0, None, None, np.array([]))
+    assert stats_table(many, {"train": exact}).split()[-1] == "1"
 
 
 def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):

@@ -97,7 +97,6 @@ print(json.dumps([found, sorted({"torch", "huggingface_hub"} & sys.modules.keys(
         ("nosuch", ["alpha", "beta_1", "beta_2"]),
         ("alpha/step_9", ["step_00000004"]),
         ("alpha@9", ["step_00000004"]),
-        ("no such", ["alpha", "beta_1", "beta_2"]),
     ],
 )
 def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder, name, candidates):

@@ -112,8 +112,6 @@ def test_help_shows_what_a_flag_takes():
         ("src/train.py", True, "python src/train.py", "gpt2lab status"),
         ("src/train.py", False, "python src/train.py", "PYTHONPATH=src python -m gpt2lab status"),
         ("gpt2lab/__main__.py", True, "python -m gpt2lab train", "python -m gpt2lab status"),
-        ("gpt2lab/__main__.py", False, "python -m gpt2lab train", "python -m gpt2lab status"),
-        ("scripts/prepare_data.py", True, "python src/train.py", "gpt2lab status"),
         ("ipykernel_launcher", True, "gpt2lab train", "gpt2lab status"),
     ],
 )

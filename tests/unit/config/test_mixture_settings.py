@@ -37,17 +37,13 @@ def problem(*argv: str) -> str:
     return found
 
 
-def test_one_folder_is_recorded_as_it_always_was(tmp_path):
-    none = {"data_weights_at": None, "max_source_epochs": None}
-    assert recorded("--data_dir=d") == {"data_dir": str(tmp_path / "d"), **none}
-
-
 @pytest.mark.parametrize("name", ["d:2", "with space", "a:b:c"])
 def test_a_single_word_is_a_folder_whatever_its_name(name, tmp_path):
     config = parse(["--data_dir", name]).config
     assert to_flat(config)["data_dir"] == str(tmp_path / name)
     assert read_sources(config.data).folders == (tmp_path / name,)
     assert data_name(config) == name
+    assert data_name(parse(["--data_dir", "a/web:1", "code:2"]).config) == "web+code"
 
 
 def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, to_flat
+from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, read_settings, to_flat
 from gpt2lab.errors import ConfigError
 
 PROBLEMS: list[dict[str, Any]] = [
@@ -74,6 +74,7 @@ def test_paths_are_paths_in_the_config_and_text_in_the_flat_form():
     config = override(Config(), {"hellaswag_path": "x"})
     assert config.eval.hellaswag_path == Path("x")
     assert to_flat(config)["hellaswag_path"] == "x"
+    assert read_settings({"run_name": "-x"}) == override(Config(), {"run_name": "-x"})
 
 
 def test_a_setting_of_another_version_is_rejected_by_name():

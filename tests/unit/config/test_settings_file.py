@@ -47,6 +47,7 @@ def test_a_file_stands_above_what_a_run_has_saved(tmp_path):
     flat = to_flat(parse([file, "--seed=4"]).over(saved))
     assert (flat["log_freq"], flat["seed"], flat["n_layer"]) == (7, 4, 4)
     assert (flat["max_steps"], flat["num_epochs"]) == (9, None)
+    assert parse(["--model=modern-mini"]).over(saved).model.positions == "rotary"
 
 
 def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path):

@@ -102,7 +102,6 @@ def test_a_dataset_that_cannot_be_used_is_one_line(
     ("subset", "folder", "config"),
     [
         (None, "fineweb_edu", "sample-10BT"),
-        ("sample-10BT", "fineweb_edu", "sample-10BT"),
         ("sample-100BT", "fineweb_edu_100bt", "sample-100BT"),
         ("full", "fineweb_edu_full", "default"),
     ],

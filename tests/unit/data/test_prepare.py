@@ -169,7 +169,10 @@ def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_pa
     back = result.manifest["split"]["held_back_tokens"]
     assert back == len(expected_stream(texts)) - result.total("tokens")
     assert back > 0
-    assert f"{back:,} tokens of long val documents" in result_table(result)
+    documents, val = (result.total("documents", split) for split in (None, "val"))
+    table = result_table(result)
+    assert f"{documents} ({documents - val} train, {val} val)" in table
+    assert f"{back:,} tokens of long val documents" in table
 
 
 def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path):

@@ -23,6 +23,8 @@ from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import encode, pipeline, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncodedChunks
+from gpt2lab.data.prepare.groups import Share
+from gpt2lab.data.prepare.readers import BadRecordsError, read
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import compare_sources
@@ -297,6 +299,10 @@ def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path):
         run_prepare(path, tmp_path / "out")
     result = run_prepare(path, tmp_path / "out", skip_bad=True)
     assert result.manifest["left_out"] == {"bad": 1 + 1 + 100, "empty": 0}
+    (file,) = open_source(str(path), text_column="text").files
+    found = read(Share(file, 2, 3), text_column="text")
+    bad = [str(one) for one in found if isinstance(one, BadRecordsError)]
+    assert bad == [f"{path} row 251: column 'text' holds NoneType, not text"]
     assert_divided(tmp_path / "out", [*MANY[:7], *MANY[8:100], *MANY[200:250], *MANY[251:300]])
 
 

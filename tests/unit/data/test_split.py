@@ -11,8 +11,9 @@ from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import work, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncoderPool, TextChunk, encode_chunks
-from gpt2lab.data.prepare.groups import File, deal
+from gpt2lab.data.prepare.groups import File, Share, deal
 from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
+from gpt2lab.data.prepare.readers import read
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.prepare.write import KEYS, Divider, SplitRule, rule_by_documents
 from gpt2lab.errors import DataError
@@ -60,6 +61,11 @@ def test_copies_of_a_held_out_document_share_one_cap():
     held = [divider.divide(one)[1] for one in (copies, others, copies)]
     assert [len(ids) for ids in held] == [1024, len(others.ids), 0]
     assert divider.held_back == 2 * len(copies.ids) - 1024
+    divider = Divider(SplitRule(threshold=KEYS, cap=1024), budget=None)
+    long, rest = (encode_chunks([TextChunk("long ", begins=one)], GPT2) for one in (True, False))
+    for chunks in (long, rest, rest):
+        divider.divide(chunks)
+    assert [tokens for _, tokens in divider.smallest()] == [len(long.ids) + 2 * len(rest.ids)]
 
 
 def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path):
@@ -73,6 +79,9 @@ def test_a_small_file_beside_a_large_one_has_no_group_of_its_own():
     for order in (files, files[::-1]):
         groups = deal(order, group_bytes=10**9, shuffle=False)
         assert [len(group.shares) for group in groups] == [2]
+    halves = [File(str(number), 5 * 10**8, "", "text") for number in range(4)]
+    groups = deal(halves, group_bytes=10**9, shuffle=False)
+    assert [len(group.shares) for group in groups] == [2, 2]
 
 
 def test_groups_with_little_text_have_no_shards_of_their_own(tmp_path, monkeypatch):
@@ -104,6 +113,14 @@ def test_parts_divided_by_other_rules_do_not_merge(tmp_path):
     write_manifest(parts[1], manifest)
     with pytest.raises(DataError, match="of another source or with other options"):
         merge(tmp_path / "out", parts)
+
+
+def test_a_share_may_begin_where_a_line_does(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [f"line {number}" for number in range(8)])
+    (file,) = open_source(str(path), text_column="text").files
+    shares = [read(Share(file, number, 4), text_column="text") for number in range(4)]
+    found = [text for share in shares for document in share for text in document.blocks]
+    assert found == [f"line {number}" for number in range(8)]
 
 
 def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):

@@ -10,14 +10,6 @@ from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 
 
-def test_equal_units_have_the_error_of_a_mean():
-    values = np.array([1.0, 4.0, 2.0, 9.0])
-    found = estimate_mean(values)
-    assert found.mean == 4.0
-    assert found.se == pytest.approx(values.std(ddof=1) / 2)
-    assert found.effective_n == 4
-
-
 def test_a_heavy_unit_counts_as_what_it_is():
     found = estimate_mean(np.array([1.0, 3.0, 3.0]), np.array([2, 1, 1]))
     assert found.mean == 2.0

@@ -63,7 +63,6 @@ def assert_nothing_is_left(repository: Path, out: Path) -> None:
     ("refs", "says"),
     [
         ("main ropes", r"^ropes: no branch, tag or commit of .*repository; did you mean rope\?$"),
-        ("main HEAD", r"^code-main and code-HEAD are the same commit, \w{12}, and the same flags$"),
         ("main .", r"^code-main and code-\. are the same commit"),
         ("main main", r"^--code: main is duplicated$"),
         ("main more", r"^setting code-more: the code of \w{12} has other flags than .*: --louder;"),

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.hf_config import read_hf_config
 from gpt2lab.model.hf_weights import load_hf
+from gpt2lab.tokenizers.plain import BYTES
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
 
@@ -63,7 +64,7 @@ def test_a_folder_without_prefix_and_with_masks_is_read_too(theirs, folder, tmp_
     """As the original gpt2 on the Hub is written."""
     plain = {name.removeprefix("transformer."): t for name, t in tensors_of(folder).items()}
     plain["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    old = rewrite(folder, tmp_path / "old", plain)
+    old = rewrite(folder, tmp_path / "old", plain, n_positions=None, n_ctx=24)
     pairs = zip(load_hf(old).named_parameters(), load_hf(folder).parameters(), strict=True)
     for (name, a), b in pairs:
         assert torch.equal(a, b), name
@@ -108,3 +109,5 @@ def test_other_vocabularies_keep_their_size(rows, tokens, tmp_path):
     GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=rows)).save_pretrained(tmp_path)
     config = load_hf(tmp_path).config
     assert (config.vocab_size, config.num_tokens) == (rows, tokens)
+    (tmp_path / "tokenizer.json").write_bytes(BYTES.tokenizer_json())
+    assert read_hf_config(tmp_path).num_tokens == BYTES.size, "its own tokenizer's"

@@ -45,7 +45,10 @@ def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alon
     ids = ids_of(PLAIN)
     with torch.no_grad():
         plain, other = (build_model(c, seed=1, device=CPU)(ids) for c in (PLAIN, config))
+        model = build_model(config, seed=1, device=CPU)
+        scores = model.masked_logits(model.hidden(ids))
     assert not torch.equal(plain, other)
+    torch.testing.assert_close(scores, other)
     ((name, value),) = option.items()
     assert options_of(config) == f"{name} {value}"
     assert options_of(PLAIN) == ""

@@ -39,29 +39,24 @@ def test_warm_up_is_a_line_from_zero_that_reaches_the_peak_at_its_last_step(sche
 @pytest.mark.parametrize(("schedule", "formula"), [("cosine", cosine), ("linear", line)])
 def test_between_warm_up_and_the_end(schedule, formula, warmup):
     for n in range(max(1, warmup), 101):
-        found = lr_at(n, optim(schedule, warmup=warmup), max_steps=100)
+        found = lr_at(n, optim(schedule, warmup=warmup, wsd_shape="sqrt"), max_steps=100)
         assert found == pytest.approx(formula(n, warmup, 100), rel=1e-9)
     assert found == pytest.approx(MIN, rel=1e-9)
 
 
-def test_the_decay_of_wsd_may_follow_one_minus_the_root_of_its_part_done():
-    decay = optim("wsd", wsd_decay=0.25, wsd_shape="sqrt")
-    for n in range(10, 76):
-        assert lr_at(n, decay, max_steps=100) == MAX
-    for n in range(75, 101):
-        expected = MIN + (MAX - MIN) * (1 - ((n - 75) / 25) ** 0.5)
+@pytest.mark.parametrize(
+    ("schedule", "shape", "fallen"),
+    [
+        ("wsd", "linear", lambda n: (n - 75) / 25),
+        ("wsd", "sqrt", lambda n: ((n - 75) / 25) ** 0.5),
+        ("trapezoid", "sqrt", lambda n: (n - 76) / 25),  # it has one shape
+    ],
+)
+def test_the_peak_is_held_until_the_last_part_decays(schedule, shape, fallen):
+    decay = optim(schedule, wsd_decay=0.25, wsd_shape=shape)
+    for n in range(10, 101):
+        expected = MAX - (MAX - MIN) * max(0.0, fallen(max(n, 75)))
         assert lr_at(n, decay, max_steps=100) == pytest.approx(expected, rel=1e-9)
-
-
-def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part():
-    for n in range(10, 76):
-        assert lr_at(n, optim("wsd", wsd_decay=0.25), max_steps=100) == MAX
-    for n in range(75, 101):
-        expected = line(n, 75, 100)
-        actual = lr_at(n, optim("wsd", wsd_decay=0.25), max_steps=100)
-        assert actual == pytest.approx(expected, rel=1e-9)
-    assert lr_at(76, optim("wsd", wsd_decay=0.25), max_steps=100) < MAX
-    assert lr_at(100, optim("wsd", wsd_decay=0.25), max_steps=100) == pytest.approx(MIN, rel=1e-9)
 
 
 def test_wsd_decay_never_begins_inside_the_warm_up():
@@ -118,5 +113,5 @@ def test_a_short_wsd_run_decays():
     optim = OptimConfig(lr_schedule="wsd", wsd_decay=0.1, warmup_steps=0, min_lr=6e-5)
     assert lr_at(4, optim, max_steps=4) == pytest.approx(6e-5)
     assert lr_at(3, optim, max_steps=4) == optim.max_lr
-    muon = dataclasses.replace(optim, optimizer="muon", muon_lr=6e-3)
-    assert describe_rates(muon) == "muon 0.006 -> 0.0006, adamw 0.0006 -> 6e-05"
+    muon = dataclasses.replace(optim, optimizer="muon", muon_lr=6e-3, head_lr=0.01)
+    assert describe_rates(muon) == "muon 0.006 -> 0.0006, adamw 0.0006 -> 6e-05, head 0.01 -> 0.001"

@@ -42,6 +42,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     for total, world in [(96, 1), (108, 1), (96, 2), (120, 2), (120, 10)]:
         batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
         assert plan_batches(batch, context_length=4, world_size=world).tokens == total
+    assert derived.fit_mini_batch(batch, context_length=4, world_size=7) == (batch, None)
 
 
 LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [

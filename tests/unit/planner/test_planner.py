@@ -170,7 +170,6 @@ def test_loss_is_the_published_law_with_its_offset():
     [
         (100_000_000, "at most 40,000,000"),  # no profile has text enough: a smaller model
         (400_000_000, "--profile fast, about 2.5 "),
-        (500_000_000, "--profile balanced, about 4 "),
         (10_000_000_000, "--profile quality, about 0.4 "),
     ],
 )

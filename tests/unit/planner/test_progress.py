@@ -64,16 +64,18 @@ def test_a_resumed_start_goes_on_with_the_pace_before_until_it_has_its_own():
     progress.record_event("eval", 5.0)
     before = seconds_left(progress, 300)
     resumed = Progress(last_step=1000, frequencies={"eval": 100})
-    resumed.inherit([100.0, 100.0, *[1.0] * 300], [("eval", 5.0)])  # its first two steps warmed up
+    events = [("eval", 50.0)] * 10 + [("eval", 5.0)] * 10  # the newest count
+    resumed.inherit([100.0, 100.0, *[1.0] * 300], events)  # its first two steps warmed up
     assert seconds_left(resumed, 300) == pytest.approx(before)
     for _ in range(30):
         resumed.record_step(1.05)
     assert 1.0 < resumed.pace().value < 1.01, "the same pace: both starts count"
-    resumed = Progress(last_step=1000, frequencies={"eval": 100})
-    resumed.inherit([1.0] * 300, [("eval", 5.0)])
-    for _ in range(30):
-        resumed.record_step(2.0)
-    assert resumed.pace().value == pytest.approx(2.0), "other hardware shows itself"
+    for pace in (0.5, 2.0):
+        resumed = Progress(last_step=1000, frequencies={"eval": 100})
+        resumed.inherit([1.0] * 300, [("eval", 5.0)])
+        for _ in range(30):
+            resumed.record_step(pace)
+        assert resumed.pace().value == pytest.approx(pace), "other hardware shows itself"
 
 
 LOGGED = {"eval": (100, 12.0), "checkpoint": (250, 6.0), "sample": (100, 2.0)}

@@ -167,11 +167,11 @@ def test_lines_that_find_no_room_are_counted(pipe, monkeypatch):
     monkeypatch.setattr("sys.stdout", pipe.file)
     console = Console()
     pipe.fill()
-    for line in ("waits", "finds no room", "nor this"):
+    for line in ("waits", "finds no room", "nor this\nnor that"):
         console.print(line)
     assert pipe.read() == ""
     console.print("after")
-    missing = "(lines that are in log.txt only: 2; reader too slow)"
+    missing = "(lines that are in log.txt only: 3; reader too slow)"
     assert pipe.read().splitlines() == ["waits", missing, "after"]
 
 

@@ -92,12 +92,6 @@ def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, t
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
-def test_file_of_a_torn_line_alone_becomes_empty(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"event"')
-    MetricsLogger(tmp_path, attempt=2).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
 def test_a_complete_last_line_that_lacks_its_newline_is_kept(tmp_path):
     lines = b"".join(map(whole_line, (1, 2)))
     (tmp_path / "metrics.jsonl").write_bytes(lines[:-1])
@@ -138,12 +132,13 @@ def test_current_follows_the_line_that_the_newest_weights_took():
     assert log.current("eval") == history.current(events, "eval")
 
 
-def test_current_keeps_the_highest_attempt_of_a_step():
-    events = [event("step", 1, 1), event("resume", 0, 2, from_step=0), event("step", 1, 2)]
-    assert history.current(events, "step")[1]["attempt"] == 2
-    assert history.Log.of(events).column("attempt").tolist() == [2]
-    assert history.Log.of(events).last_attempt == 2
-    assert history.Log.of([]).last_attempt == 0
+def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stall():
+    whole = {"max_steps": 2, "world_size": 1}
+    events = [event("begin", 0, **whole), event("done", 2, reason="completed")]
+    assert history.Log.of(events).has_ended
+    assert not history.Log.of([*events, event("begin", 2, 2, **whole | {"max_steps": 4})]).has_ended
+    saved = event("checkpoint", 2, seconds=9.0, stall_seconds=0.5)
+    assert history.Log.of([event("step", 1, step_seconds=1.0), saved]).spent_seconds() == 1.5
 
 
 def test_the_speed_of_a_run_is_that_of_its_last_start_without_what_compiles():
@@ -151,10 +146,6 @@ def test_the_speed_of_a_run_is_that_of_its_last_start_without_what_compiles():
     steps = [event("step", n, of, tokens_per_second=rate) for n, (of, rate) in enumerate(rates, 1)]
     assert history.Log.of(steps).typical_rate()[0] == 60.0
     assert history.Log.of(steps[:2]).typical_rate()[0] == 900.0
-
-
-def test_run_without_metrics_has_no_events(tmp_path):
-    assert history.read_events(tmp_path) == []
 
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])

@@ -33,7 +33,10 @@ def test_status_of_a_complete_run(run_dir):
     assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
     assert status.loss == steps[12]["loss"]
     assert status.val_loss == launch.events(run_dir, "eval")[-1]["val_loss"]
-    assert status.heartbeat_seconds is not None
+    newest = catalog.list_checkpoints(run_dir)[0][-1]
+    assert time.time() - status.checkpoint_seconds >= newest.created
+    width = max(map(len, (table := overview.status_table([status])).splitlines()))
+    assert overview.status_table([status], width=width) == table
     said = launch.worked(call("status", "--checkpoint_dir", run_dir.parent)).stdout
     assert "completed  12/12" in said
 

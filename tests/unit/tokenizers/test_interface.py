@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import models
 
 import launch
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
+from gpt2lab.tokenizers.huggingface import of_json
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer
+from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer, why_no_text
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
 
 TEXTS = [
@@ -145,6 +148,15 @@ def test_ids_above_16_bits_need_32():
     assert many.dtype == "<u4"
     assert many.encode(chr(0x10000 + 65_535)) == [65_535]
     assert many.end_of_text == 65_536
+
+
+def test_ids_may_have_gaps_and_an_id_counts_in_bytes():
+    vocabulary = {"[UNK]": 0, "a": 2, "\u00e9": 5, END_TOKEN: 9}
+    words = Encoder(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    found = of_json(words.to_str().encode(), END_TOKEN, "words")
+    assert found.size == 10
+    assert found.byte_lengths()[[2, 5]].tolist() == [2, 3], "with the space before it"
+    assert (why_no_text(found, 10), why_no_text(found, 9) is None) == (None, False)
 
 
 def test_the_end_of_text_is_said_where_it_is_not_clear(trained, tmp_path):

@@ -137,6 +137,8 @@ def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
     assert (event["step"], event["spike_step"], event["samples"]) == (9, 12, [72, 96])
     state = run.saved_state(16)
     assert state["samples"] == 16 * S + 24
+    seconds = [event["step_seconds"] for event in run.events("step")]
+    assert state["train_seconds"] == pytest.approx(sum(seconds)), "also of what was given up"
     again = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
     assert again.last_sample() == 16 * S + 24
     assert state["skipped"] == [{"step": 12, "reason": "rewind", "samples": [72, 96]}]

@@ -90,7 +90,6 @@ def _chosen(tiny_flags: list[str], *flags: str) -> tuple[Any, ...]:
         ("modern-micro --max_tokens=200k --total_batch_size=2048", (2048, 4.5e-2, 1e-2, True)),
         ("modern-micro --max_tokens=250k --optimizer=adamw", (1024, 2e-3, None, True)),
         ("gpt2-micro --max_tokens=250k --dropout=0.1", (2048, 2e-3, None, True)),
-        ("gpt2-micro --max_tokens=250k --optimizer=muon", (1024, 2e-3, None, True)),
         (
             "modern-micro --max_tokens=200k --fit_schedule --max_hours=1",
             (4096, 3.2e-2, 1e-2, False),

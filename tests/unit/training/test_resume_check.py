@@ -152,7 +152,6 @@ def test_a_run_goes_on_on_another_kind_of_device(on_gpu, run, monkeypatch):
         ({"torch": "2.9.0"}, [f"torch '2.9.0' -> '{torch.__version__}'"]),
         ({"device": "another", "threads": 77}, ["processor 'another' -> ", "threads 77 -> "]),
         ({"threads": True, "torch": ["\x1b[2J" * 99]}, ["torch ['\\x1b[2J", "threads True -> "]),
-        ({"torch": None}, ["torch None -> "]),
     ],
 )
 def test_another_system_than_the_checkpoints_is_a_warning(run, values, said):

@@ -145,7 +145,7 @@ def central_europe(monkeypatch) -> Iterator[None]:
     ("text", "expected"),
     [
         ("18:30", NOW.replace(hour=18, minute=30)),
-        ("17:30", NOW.replace(hour=17, minute=30) + timedelta(days=1)),
+        ("18:00", NOW + timedelta(days=1)),
         ("2026-11-22T07:00", NOW.replace(day=22, hour=7)),
         ("2026-11-21T18:00Z", NOW.replace(hour=19)),
     ],
