@@ -48,6 +48,13 @@ def write_pairs(path: Path, count: int = 24) -> Path:
     return path
 
 
+def write_both(folder: Path) -> Path:
+    """Write the model `hf` and the pairs that `flags_of` names."""
+    write_model(folder / "hf")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
 def flags_of(folder: Path, runs: Path, name: str, *more: str) -> list[str]:
     """Return the command line of a fresh run of six steps of four rows."""
     return [

@@ -8,7 +8,7 @@ import launch
 import tiny
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
-from tiny import parse, pretrain, write_items, write_shards
+from tiny import parse, pretrain, write_inputs
 
 LAST = 4
 # Of an evaluation and a sample, all but what a clock says.
@@ -22,8 +22,7 @@ def flags_of(folder: Path, name: str, *more: str) -> list[str]:
 
 def straight_run(folder: Path) -> Path:
     """Write data, items, and a run `straight` that nothing interrupted, which improves to its end."""
-    write_shards(folder / "data", train=(2000,), val=(650,))
-    write_items(folder / "items.jsonl", 6)
+    write_inputs(folder, items=6)
     pretrain(parse(flags_of(folder, "straight")))
     assert catalog.read_labels(folder / "runs" / "straight")["best"] == folder_name(LAST)
     return folder

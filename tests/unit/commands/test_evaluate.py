@@ -26,7 +26,7 @@ from tiny import (
     make_tokens,
     parse,
     pretrain,
-    write_items,
+    write_inputs,
     write_shards,
 )
 
@@ -34,9 +34,7 @@ from tiny import (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with two runs, `a` and `b`, that differ in their seed."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    write_shards(folder / "data", train=(2000,), val=(650,))
-    write_items(folder / "items.jsonl", 20)
+    folder = write_inputs(tmp_path_factory.mktemp("evaluate"), items=20)
     for name, seed in (("a", 1), ("b", 2)):
         pretrain(parse(flags_of(folder, name, f"--seed={seed}")))
     return folder
@@ -155,8 +153,7 @@ SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor"
 
 def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path):
     """These modules take longer to import than the rest of a start."""
-    write_shards(tmp_path / "data", train=(2000,), val=(650,))
-    write_items(tmp_path / "items.jsonl", 4)
+    write_inputs(tmp_path, items=4)
     train = flags_of(tmp_path, "run")
     evaluate = ["run", f"--checkpoint_dir={tmp_path / 'runs'}", "--val_tokens=320"]
     program = f"""

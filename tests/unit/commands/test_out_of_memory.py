@@ -9,15 +9,13 @@ import torch
 
 from gpt2lab.runs import weights
 from launch import REPOSITORY, call
-from tiny import flags_of, parse, pretrain, write_items, write_shards
+from tiny import flags_of, parse, pretrain, write_inputs
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with the run `big`; read only."""
-    folder = tmp_path_factory.mktemp("memory")
-    write_shards(folder / "data", train=(2000,), val=(650,))
-    write_items(folder / "items.jsonl", 20)
+    folder = write_inputs(tmp_path_factory.mktemp("memory"), items=20)
     pretrain(parse(flags_of(folder, "big", "--max_steps=2")))
     return folder
 

@@ -9,7 +9,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 import launch
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.distributed import compilation
-from tiny import flags_of, write_items, write_shards
+from tiny import flags_of, write_inputs
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def test_the_step_is_compiled_once(world, layers, evaluation, tmp_path):
 
     A deep model's step is three graphs: embeddings, the block, and the loss.
     """
-    write_shards(tmp_path / "data", train=(2000,), val=(650,))
-    write_items(tmp_path / "items.jsonl", 5)
+    write_inputs(tmp_path, items=5)
     more = ("--max_steps=6", "--compile=on", "--sample_freq=2", "--sample_tokens=4")
     flags = flags_of(tmp_path, "run", f"--n_layer={layers}", *more)
     extra = {"COMPILE_EVALUATION": "1"} if evaluation == "compiled" else {}

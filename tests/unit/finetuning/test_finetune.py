@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_model, write_pairs
+from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_both
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import ActivationCheckpointing, Config, TuningConfig
 from gpt2lab.config.settings import override
@@ -33,10 +33,7 @@ from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with a model and pairs; treat as read-only."""
-    folder = tmp_path_factory.mktemp("finetune")
-    write_model(folder / "hf")
-    write_pairs(folder / "pairs.jsonl")
-    return folder
+    return write_both(tmp_path_factory.mktemp("finetune"))
 
 
 @pytest.fixture(scope="module")

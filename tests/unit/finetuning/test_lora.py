@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import launch
-from conversations import CONTEXT, finetune, flags_of, order_of, write_model, write_pairs
+from conversations import CONTEXT, finetune, flags_of, order_of, write_both
 from ecosystem import works_with
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.presets import preset
@@ -40,9 +40,7 @@ TUNING = TuningConfig(lora_r=4, lora_alpha=8.0, lora_targets="attn.c_attn,c_fc,c
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with a model, pairs, and the run `lora`; treat as read-only."""
-    folder = tmp_path_factory.mktemp("lora")
-    write_model(folder / "hf")
-    write_pairs(folder / "pairs.jsonl")
+    folder = write_both(tmp_path_factory.mktemp("lora"))
     finetune(flags_of(folder, folder / "runs", "lora", "--lora_r=2", "--max_lr=0.05"))
     return folder
 

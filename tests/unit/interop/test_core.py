@@ -28,7 +28,7 @@ from gpt2lab.tokenizers.opening import open_tokenizer
 from launch import SCRIPTS, TRAIN, ask, call
 from own_tasks import write_bundle
 from ranks import run_ranks
-from tiny import flags_of, parse, pretrain, write_items, write_shards
+from tiny import flags_of, parse, pretrain, write_inputs
 
 ANSWERS = json.loads((Path(__file__).parents[2] / "golden" / "core_nanochat.json").read_text())
 
@@ -116,9 +116,7 @@ def test_what_nanochat_stops_at_is_scored_as_far_as_it_goes(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Return a folder with two runs, `a` and `b`, and the bundle as it is published: a folder in a zip."""
-    folder = tmp_path_factory.mktemp("core")
-    write_shards(folder / "data", train=(2000,), val=(650,))
-    write_items(folder / "items.jsonl")
+    folder = write_inputs(tmp_path_factory.mktemp("core"))
     write_bundle(folder / "unpacked" / "eval_bundle")
     shutil.make_archive(str(folder / "bundle"), "zip", folder / "unpacked")
     for name, seed in (("a", 1), ("b", 2)):

@@ -82,6 +82,9 @@ def test_a_name_that_is_no_text_can_be_logged(tmp_path):
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}", b"x" * 100, b"x" * 1000])
 def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn, monkeypatch):
     monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)  # which some are longer than
+    (tmp_path / "metrics.jsonl").write_bytes(torn)
+    MetricsLogger(tmp_path, attempt=1).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     whole = b"".join(whole_line(step) for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
@@ -130,6 +133,7 @@ def test_current_follows_the_line_that_the_newest_weights_took():
     attempts = dict(zip(log.numbers.tolist(), log.column("attempt").tolist(), strict=True))
     assert attempts == {1: 1, 2: 1, 3: 3}
     assert log.current("eval") == history.current(events, "eval")
+    assert (log.last_attempt, history.Log.of([]).last_attempt) == (3, 0)
 
 
 def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stall():
