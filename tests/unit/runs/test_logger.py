@@ -82,6 +82,7 @@ def test_a_name_that_is_no_text_can_be_logged(tmp_path):
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}", b"x" * 100, b"x" * 1000])
 def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn, monkeypatch):
     monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)  # which some are longer than
+    assert history.read_events(tmp_path) == []  # of a run without a file of metrics
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     MetricsLogger(tmp_path, attempt=1).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
