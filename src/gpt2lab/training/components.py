@@ -52,5 +52,5 @@ class Session:
     control: Control
     heartbeat: Heartbeat
     clock: RunClock
-    on_gradients_ready: Callable[[int], None]  # before each update, by extensions
+    updating: Callable[[int], None]  # of extensions: before an update, its gradients complete
     peak_flops: float | None  # dense bf16 or fp16, of all ranks together; None: MFU is n/a

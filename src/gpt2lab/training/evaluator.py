@@ -45,7 +45,7 @@ class Evaluator:
         self.logger, self.control = session.logger, session.control
         self.progress = session.clock.progress
 
-    def place(self, state: TrainState) -> str:
+    def step_of(self, state: TrainState) -> str:
         """Name the step just done, as every console line begins."""
         return f"step {state.step}/{self.progress.last_step}"
 
@@ -57,7 +57,7 @@ class Evaluator:
     @contextlib.contextmanager
     def weights(self, state: TrainState, use: str) -> Iterator[GPT]:
         """Hand out the model with all its weights, and say meanwhile what they are used for."""
-        announced = self.logger.waiting(f"{self.place(state)} | {use}")
+        announced = self.logger.waiting(f"{self.step_of(state)} | {use}")
         with announced, self.strategy.full_model(self.model) as model:
             yield model
 
@@ -107,7 +107,7 @@ class Evaluator:
         seconds = self.record("eval", state, began, result=result, **result.numbers())
         self.keep(result.results, state.step)
         best = " | best so far" if state.best_step == state.step else ""
-        self.logger.say(f"{self.place(state)} | {validation_line(result, seconds)}{best}")
+        self.logger.say(f"{self.step_of(state)} | {validation_line(result, seconds)}{best}")
         if self.is_over(state):
             self.control.has_ended = "early stopping"
         return state
@@ -123,7 +123,7 @@ class Evaluator:
         if result is None:
             return None
         seconds = time.monotonic() - began
-        self.logger.say(f"{self.place(state)} | {of} | {validation_line(result, seconds)}")
+        self.logger.say(f"{self.step_of(state)} | {of} | {validation_line(result, seconds)}")
         return {"val_loss_average": result.val_loss}
 
     def is_over(self, state: TrainState) -> bool:
@@ -150,9 +150,8 @@ class Evaluator:
             f"{name} {summary[name]:.4f} +- {fmt.number(summary[f'{name}_se'])}"
             for name in results.per_unit
         )
-        self.logger.say(
-            f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
-        )
+        took = fmt.duration(seconds)
+        self.logger.say(f"{step} | HellaSwag {scores} on {results.n:,} items | {took}")
         return True
 
     def evaluate_core(self, state: TrainState) -> bool:
@@ -171,7 +170,7 @@ class Evaluator:
             self.logger.warn(problem, state.step)
         cut = f", {numbers['cut']:,} prompts cut" if numbers["cut"] else ""
         self.logger.say(
-            f"{self.place(state)} | CORE {numbers['centered']:.4f} +- {fmt.number(numbers['centered_se'])} "
+            f"{self.step_of(state)} | CORE {numbers['centered']:.4f} +- {fmt.number(numbers['centered_se'])} "
             f"on {numbers['n']:,} items{cut} | {fmt.duration(seconds)}"
         )
         return True
@@ -216,7 +215,7 @@ class Evaluator:
         if self.prompt_ids:
             text = text.removeprefix(tokenizer.end_token)  # the template begins with it
         self.record("sample", state, began, text=text)
-        self.logger.say(f"{self.place(state)} | sample:\n{fmt.quoted(text)}")
+        self.logger.say(f"{self.step_of(state)} | sample:\n{fmt.quoted(text)}")
         return True
 
 

@@ -46,7 +46,7 @@ class StepPipeline:
         self.config, self.last_step = self.start.config, self.start.plan.max_steps
         self.steps_before = self.state.step  # complete when this start began
         self.logger, self.control = session.logger, session.control
-        self.progress, self._on_gradients_ready = session.clock.progress, session.on_gradients_ready
+        self.progress, self._updating = session.clock.progress, session.updating
         # Steps that `state` does not include yet: at most two where steps are pipelined.
         self.launched: list[LaunchedStep] = []
         self.is_pipelined = components.host_decides is None
@@ -74,7 +74,7 @@ class StepPipeline:
         def before_update() -> None:
             nonlocal extension_seconds
             since = time.monotonic()
-            self._on_gradients_ready(number)
+            self._updating(number)
             extension_seconds = time.monotonic() - since
             self.busy.acquire()  # until the step is known; never released after an error
 
