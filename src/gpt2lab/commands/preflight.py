@@ -90,7 +90,7 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         return [_rejected(error)]
     if start.is_complete:
         return [Check("settings", "failed", f"{start.run_dir.name} is complete; nothing to train")]
-    notes = [text for text in start.warnings if text not in start.room.shortage()]
+    notes = [text for text in start.warnings if text not in start.disk.shortage()]
     checks = [_settings(start), *(Check("note", "warning", text) for text in notes)]
     checks += runtime.on_rank_zero(lambda: [_disk(start), _memory(start, runtime)])
     if checks[-1].result == "failed":
@@ -140,27 +140,27 @@ def _settings(start: Start) -> Check:
 
 def _disk(start: Start) -> Check:
     """Compare the retention plan with the disk, and time a part of a checkpoint on it."""
-    room, plan = start.room, start.plan
+    disk, plan = start.disk, start.plan
     # Half of what is free at most: others write too.
-    num_bytes = min(DISK_BYTES, plan.checkpoint_bytes, room.free // 2)
+    num_bytes = min(DISK_BYTES, plan.checkpoint_bytes, disk.free // 2)
     try:
-        written, writing, reading, intact = try_disk(room.folder, num_bytes)
+        written, writing, reading, intact = try_disk(disk.folder, num_bytes)
     except OSError as error:
-        return Check("disk", "failed", f"{room.folder}: cannot write there ({error.strerror})")
+        return Check("disk", "failed", f"{disk.folder}: cannot write there ({error.strerror})")
     if not intact:
-        return Check("disk", "failed", f"{room.folder}: gives back other bytes than were written")
-    if not room.fits:
-        return Check("disk", "failed", " ".join(room.shortage()))
+        return Check("disk", "failed", f"{disk.folder}: gives back other bytes than were written")
+    if not disk.fits:
+        return Check("disk", "failed", " ".join(disk.shortage()))
     write, read = written / writing, written / reading
     save, load = plan.checkpoint_bytes / write, plan.checkpoint_bytes / read
     return Check(
         "disk",
         "ok",
-        f"{room.describe()}; a trial of {fmt.num_bytes(written)} means {_seconds(save)} "
+        f"{disk.describe()}; a trial of {fmt.num_bytes(written)} means {_seconds(save)} "
         f"to save and {_seconds(load)} to read a checkpoint of {fmt.num_bytes(plan.checkpoint_bytes)}",
         {
-            "free_bytes": room.free,
-            "needed_bytes": room.needed,
+            "free_bytes": disk.free,
+            "needed_bytes": disk.needed,
             "write_bytes_per_second": write,
             "read_bytes_per_second": read,
             "save_seconds": save,

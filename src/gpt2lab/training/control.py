@@ -22,7 +22,7 @@ _LOOK_EVERY = 0.5  # seconds between looks at the folder: it may lie on a slow n
 
 
 @dataclass(frozen=True)
-class Request:
+class Agreement:
     """What all ranks agreed on."""
 
     stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason, or `has_ended`
@@ -32,7 +32,7 @@ class Request:
     @property
     def is_quiet(self) -> bool:
         """Tell whether training continues and nothing is asked for."""
-        return self == Request()
+        return self == Agreement()
 
 
 class Control:
@@ -61,7 +61,7 @@ class Control:
         """Begin to count the minutes to the next save."""
         self._last_save, self._save_is_due = time.monotonic(), False
 
-    def agree(self, error: GPT2LabError | None = None) -> Request:
+    def agree(self, error: GPT2LabError | None = None) -> Agreement:
         """Return what all ranks agreed on; `error` is one that this rank met and that must end the run."""
         self._heartbeat.beat()
         due = self._look()
@@ -77,7 +77,7 @@ class Control:
             reason = "STOP file" if stop == _STOP_FILE_CODE else signal.Signals(stop).name
         elif due:
             reason = REASONS[due - 1]
-        return Request(stop=reason, save=self._save_is_due, error=error)
+        return Agreement(stop=reason, save=self._save_is_due, error=error)
 
     def is_interrupted(self) -> bool:
         """Tell all ranks whether to leave an evaluation; they ask at equal places."""

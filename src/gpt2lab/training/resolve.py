@@ -203,7 +203,7 @@ def _fit_parallel(
 
 
 @dataclass(frozen=True)
-class Steps:
+class PlannedSteps:
     """The data of a start, and how its steps share them out."""
 
     config: Config
@@ -221,7 +221,7 @@ def plan_steps(
     *,
     world_size: int,
     planner: Planner | None,
-) -> Steps:
+) -> PlannedSteps:
     """Open the data, divide a step over the ranks and count the steps; fill in what follows from that.
 
     Raises: DataError, ConfigError, CheckpointError.
@@ -256,7 +256,7 @@ def plan_steps(
             fitted, config = config.batch, override(config, lengths | decided)
             plan, notes = plan_of(config), notes if config.batch == fitted else ()
     plan = dataclasses.replace(plan, suits_length=suits_length)
-    return Steps(fill_in(config, plan.max_steps), plan, data, order, notes)
+    return PlannedSteps(fill_in(config, plan.max_steps), plan, data, order, notes)
 
 
 def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Settings) -> TokenData:
@@ -315,7 +315,9 @@ def _fit_mini_batch(
 # -- check -----------------------------------------------------------------------------------------------------------
 
 
-def check_start(request: RunRequest, place: Place, settings: Settings, steps: Steps) -> Start:
+def check_start(
+    request: RunRequest, place: Place, settings: Settings, steps: PlannedSteps
+) -> Start:
     """Compare a start with the checkpoint, the log and the disk of its run, and return it.
 
     Raises: ConfigError for a change that is not allowed or a length that cannot work; DataError.
@@ -327,8 +329,8 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     if place.branch and checkpoint:
         log = history.read_log(checkpoint.path.parent)
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
-    room = disk_budget(run_dir, steps.plan.disk_bytes)
-    notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
+    disk = disk_budget(run_dir, steps.plan.disk_bytes)
+    notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *disk.shortage())
     attempt, has_ended = own.last_attempt, False
     recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
     if place.branch:
@@ -354,7 +356,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
         order=steps.order,
         val_orders=validation_orders(data, context_length=config.model.context_length),
         plan=steps.plan,
-        room=room,
+        disk=disk,
         hellaswag=hellaswag,
         stop_after_steps=request.stop_after_steps,
         deadlines=find_deadlines(request.stop_at, os.environ, max_hours=config.length.max_hours),
@@ -375,7 +377,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     return dataclasses.replace(start, warnings=(*notes, *repeats))
 
 
-def _check_branch(place: Place, settings: Settings, steps: Steps, lr: float | None) -> None:
+def _check_branch(place: Place, settings: Settings, steps: PlannedSteps, lr: float | None) -> None:
     """Check that a branch has steps to take, and that a `wsd` rate continues where it was, `lr`, as logged.
 
     Raises: ConfigError.
@@ -399,7 +401,7 @@ def _check_branch(place: Place, settings: Settings, steps: Steps, lr: float | No
 
 
 def _find_changes(
-    request: RunRequest, checkpoint: CheckpointInfo | None, settings: Settings, steps: Steps
+    request: RunRequest, checkpoint: CheckpointInfo | None, settings: Settings, steps: PlannedSteps
 ) -> dict[str, list[Any]]:
     """Return {setting: [saved, now]} of a resume."""
     if settings.saved is None or checkpoint is None:

@@ -47,7 +47,7 @@ class Start:
     order: Order | Mixture  # of the training samples
     val_orders: tuple[Order, ...]  # of each source's validation windows
     plan: Plan
-    room: DiskBudget
+    disk: DiskBudget
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, and no file was given
     stop_after_steps: int | None
     deadlines: dict[str, float]  # reason: moment on rank 0's monotonic clock

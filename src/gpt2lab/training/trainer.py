@@ -127,18 +127,18 @@ class Trainer:
         Raises: the error that a rank met, on all ranks, once the last complete step is saved.
         """
         self.heartbeat.enter("agreeing", self.steps.newest_step + 1)
-        request = self.control.agree(error or self.check_folder())
-        if isinstance(request.error, FolderLostError):
-            raise request.error
-        if self.steps.launched and not request.is_quiet:
+        agreed = self.control.agree(error or self.check_folder())
+        if isinstance(agreed.error, FolderLostError):
+            raise agreed.error
+        if self.steps.launched and not agreed.is_quiet:
             self.steps.finish()
-        if request.error is not None:
+        if agreed.error is not None:
             self.saves.save_step("emergency")
-            raise request.error
-        if request.stop is not None:
+            raise agreed.error
+        if agreed.stop is not None:
             self.saves.save_step("emergency")
-            return self.end_early(request.stop)
-        if request.save:
+            return self.end_early(agreed.stop)
+        if agreed.save:
             self.saves.save_step("rolling")
         return None
 

@@ -15,7 +15,7 @@ import launch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.training import stop
-from gpt2lab.training.control import Control, Request
+from gpt2lab.training.control import Agreement, Control
 from gpt2lab.training.heartbeat import FOLDER, Heartbeat
 from gpt2lab.training.stop import Signals, find_due, launcher_grace_seconds, parse_moment
 
@@ -213,10 +213,10 @@ def control(signals: Signals, run_dir: Path, every: float = 0.0, **deadlines: fl
 def test_a_wish_to_save_stands_until_it_is_met(signals, tmp_path):
     (tmp_path / "SAVE").touch()
     asked = control(signals, tmp_path)
-    assert asked.agree() == Request(save=True)
-    assert asked.agree() == Request(save=True), "an evaluation may have asked first"
+    assert asked.agree() == Agreement(save=True)
+    assert asked.agree() == Agreement(save=True), "an evaluation may have asked first"
     asked.note_save()
-    assert asked.agree() == Request()
+    assert asked.agree() == Agreement()
 
 
 def test_minutes_since_the_last_save_ask_for_one(signals, tmp_path):
