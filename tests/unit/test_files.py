@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from gpt2lab import files
-from gpt2lab.files import create_durably, read_regular, replace_durably, staged_folder
+from gpt2lab.files import create_durably, parse_json, read_regular, replace_durably, staged_folder
 
 SOURCE = Path(files.__file__).parents[1]
 
@@ -32,6 +32,10 @@ def test_a_new_file_replaces_none(tmp_path, monkeypatch, has_links):
     assert error.value.filename == str(tmp_path / "new")
     assert read_regular(tmp_path / "new", at_most=7) == b"content"
     assert names(tmp_path) == {"new"}
+
+
+def test_fifty_lists_may_lie_in_each_other():
+    assert parse_json("[" * 50 + "]" * 50)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may make a device")

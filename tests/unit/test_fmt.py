@@ -14,6 +14,7 @@ def test_sizes_round_into_the_next_unit(number, text):
 
 def test_one_step_is_no_range():
     assert (fmt.steps(9, 9), fmt.steps(9, 12)) == ("step 9", "steps 9 to 12")
+    assert (fmt.count(999.4e12), fmt.count(999.7e12)) == ("999T", "1000T")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def test_a_file_is_at_most_100_kb(monkeypatch, tmp_path):
     ("card", "name", "verdict"),
     [
         ("NVIDIA H200", "speed.gpt2", "inside"),
-        ("NVIDIA H200", "speed.gpt2_later", "below"),
         ("NVIDIA H200", "speed.gpt2_h100", "predicted for an H100"),
         ("NVIDIA H100 80GB HBM3", "speed.gpt2", "predicted for an H200"),
         ("NVIDIA H200", "sweep.muon", "above"),

@@ -15,6 +15,7 @@ from collections import namedtuple
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -296,6 +297,13 @@ def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):
     assert logged[calls[:commit].count("metrics.jsonl") - 1] == 2, "with the step's own line"
     assert calls[commit - 1].startswith(".tmp-00000002")
     assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
+
+
+def test_an_interrupted_commit_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "sync_folder", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        manifest.commit(tmp_path, manifest.Draft(1, {"a": [b"x"]}, {}))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

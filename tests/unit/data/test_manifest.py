@@ -10,7 +10,7 @@ import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
 from edited_manifests import Manifest, assert_edits_are_one_line_or_open, edited, write
-from gpt2lab.data.manifest import read_manifest
+from gpt2lab.data.manifest import fingerprint_of, read_manifest
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import verify
@@ -63,6 +63,7 @@ def test_a_size_that_contradicts_the_file_is_rejected(prepared, wrong):
     edit(prepared, lambda m: _first(m).update({**place, wrong: _first(m)[wrong] - 2}))
     with pytest.raises(DataError):
         open_data(prepared, vocab_size=50304)
+    assert fingerprint_of({"a": 1, "folder": "moved"}) == fingerprint_of({"a": 1})
 
 
 def _ours(folder: Path) -> None:

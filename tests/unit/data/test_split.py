@@ -138,6 +138,10 @@ def test_two_workers_may_finish_one_group(tmp_path, monkeypatch):
     """On a cluster a task that was taken for dead may still be running."""
     source = open_source(str(write_jsonl(tmp_path / "c.jsonl", MANY)), text_column="text")
     (task,) = plan_preparation(source, Sizes(val_tokens=700), tokenizer=GPT2).tasks
+    half = source.text_bytes() // GPT2.bytes_per_token // 2
+    sizes = [Sizes(val_tokens=tokens) for tokens in (half, half + 1)]
+    notes = [plan_preparation(source, size, tokenizer=GPT2).note for size in sizes]
+    assert (notes[0], notes[1] is None) == (None, False), "over half of the text"
     original, staging = work._write, tmp_path / "groups"
     staging.mkdir()
 

@@ -224,10 +224,12 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
     wanted = [(line, sample, prompt) for line, prompt in prompts for sample in (0, 1)]
     assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == wanted
     one = completer(folder, max_new_tokens=4, seed=1337)
+    one.seconds = 1e6
     for number, prompt in enumerate(["The", "", in_one]):
         found = one.complete(one.encode(prompt), number=number, num_samples=2)
         texts = [e["text"] for e in lines if e["line"] == number + 1]
         assert [text.text for text in found] == texts
+    assert one.seconds > 1e6, "the seconds of all texts together"
     assert "exists already" in rejected(ask("sample.py", *argv, folder=folder))
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.jsonl"}
 

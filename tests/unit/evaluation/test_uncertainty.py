@@ -1,6 +1,7 @@
 """Standard errors over documents: formulas by hand, and how often they are right in simulation."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from scipy import special
 
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.evaluation.validation import ValidationLoss, combine
 
 
 def test_a_heavy_unit_counts_as_what_it_is():
@@ -40,6 +42,19 @@ def test_sources_of_a_mixture_are_strata():
         half = special.stdtrit(found.degrees, 0.975) * found.se
         inside += abs(found.mean - 0.9) < half
     assert inside / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_a_mixture_has_an_error_and_a_unit_if_all_its_sources_have_them():
+    def loss(se: float | None, unit: Any) -> ValidationLoss:
+        results = Results("validation", {"windows": ""}, {"val_loss": np.ones(2)}, {})
+        return ValidationLoss(1.0, se, 2, unit, 2.0, None, results)
+
+    for other, said in (
+        ((0.4, "document"), (0.25, "document")),
+        ((None, "window"), (None, "window")),
+    ):
+        found = combine({"a": loss(0.3, "document"), "b": loss(*other)}, (0.5, 0.5))
+        assert (found.val_loss_se, found.val_se_unit) == said
 
 
 def test_units_are_divided_by_the_weights_of_their_sources():

@@ -17,7 +17,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.finetuning.chat import Chat
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.rows import open_instructions
-from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.chat_template import Turn, alternating, encode
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 from launch import REPOSITORY, ask
 
@@ -162,6 +162,8 @@ def test_a_chat_keeps_its_system_message_in_the_template_of_training():
         turns = [Turn("system", "Be brief."), *chat.turns[:-1]]
         assert echo.asked[-1][0] == encode(turns, GPT2)[0]
     assert 2 <= len(chat.turns) < 12, "nothing was forgotten, or all"
+    asked = Turn("user", "Question")
+    assert alternating([Turn("system", ""), asked], last="user") == (asked,)
 
 
 def test_a_dry_run_shows_what_the_first_conversation_trains_on(tmp_path):

@@ -45,17 +45,6 @@ def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, 
     assert count_parameters(config) == parameters
 
 
-def test_head_is_the_token_embedding_and_is_counted_once():
-    model = disturbed(SMALL)
-    named = list(model.named_parameters(remove_duplicate=False))
-    assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
-    assert not [name for name, _ in named if "head" in name]
-    hidden = torch.randn(5, SMALL.n_embd, generator=torch.Generator().manual_seed(1))
-    expected = hidden.double() @ model.wte.weight.double().T
-    assert torch.allclose(model.head(hidden).double(), expected, atol=1e-5)
-    assert not list(model.buffers())
-
-
 def test_loss_at_a_position_has_no_gradient_from_later_inputs():
     model = disturbed(SMALL)
     inputs: list[torch.Tensor] = []

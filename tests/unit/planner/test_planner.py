@@ -170,7 +170,6 @@ def test_loss_is_the_published_law_with_its_offset():
     [
         (100_000_000, "at most 40,000,000"),  # no profile has text enough: a smaller model
         (400_000_000, "--profile fast, about 2.5 "),
-        (10_000_000_000, "--profile quality, about 0.4 "),
     ],
 )
 def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique, says):

@@ -85,7 +85,6 @@ def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     ("cuda", "driver", "named"),
     [
         ("13.0", "550.54", ["580", "cu126", "--device cpu"]),
-        ("13.0", "515.1", ["580", "--device cpu"]),
         (None, "550.54", ["580", "cu126", "--device cpu"]),
         (None, "590.1", ["cu130", "--device cpu"]),
         ("13.0", "580.65.06", None),

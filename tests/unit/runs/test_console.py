@@ -19,7 +19,7 @@ import pytest
 
 from gpt2lab.commands import entry
 from gpt2lab.runs import console
-from gpt2lab.runs.console import Console, finish_stderr, never_wait_for_stderr, wrap
+from gpt2lab.runs.console import Console, Task, finish_stderr, never_wait_for_stderr, wrap
 from gpt2lab.runs.logger import MetricsLogger
 from launch import HANG_SECONDS, REPOSITORY, TRAIN
 from whole_run import Run
@@ -94,6 +94,7 @@ def test_in_a_file_long_work_is_plain_lines_and_in_the_log_ever_more_rarely(
         logger.show("only for a terminal")
     logger.say("compiled")
     logger.close()
+    assert Task("loss", 30, 120, "batches").line(10.0) == "loss: 30 of 120 batches, 30s left"
     what = "compiling the step, about 40s"
     shown, log = (
         [what, *(f"{what}: {seconds} s so far" for seconds in told), "compiled"]

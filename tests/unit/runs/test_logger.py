@@ -43,14 +43,6 @@ def test_number_that_is_not_finite_becomes_null(tmp_path, bad):
     assert (line["loss"], line["lr"], line["mfu"]) == (None, 0.5, None)
 
 
-def test_event_is_on_the_disk_before_the_next_begins(tmp_path):
-    logger = MetricsLogger(tmp_path, attempt=1)
-    for step in (1, 2, 3):
-        logger.event("step", step)
-        assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
-    logger.close()
-
-
 def whole_line(step: int) -> bytes:
     line = {"event": "step", "time": 1.0, "attempt": 1, "step": step}
     return json.dumps(line).encode() + b"\n"

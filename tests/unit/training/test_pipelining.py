@@ -289,7 +289,6 @@ def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step(
     [
         (Config(), None),
         (Config(optim=OptimConfig(on_spike="skip")), "on_spike skip"),
-        (Config(optim=OptimConfig(optimizer="muon")), None),
         (Config(system=SystemConfig(reduce="exact")), "reduce exact"),
         (Config(system=SystemConfig(fsdp_offload=True)), "fsdp_offload"),
         (Config(log=LogConfig(histogram_freq=5)), "histograms of gradients"),

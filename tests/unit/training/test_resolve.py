@@ -81,10 +81,8 @@ def _chosen(tiny_flags: list[str], *flags: str) -> tuple[Any, ...]:
     [
         ("modern-micro --max_tokens=200k", (1024, 4.5e-2, 1e-2, True)),
         ("modern-micro --max_tokens=1250k", (2048, 2.2e-2, 6.2e-3, True)),
-        ("modern-micro --max_tokens=5M", (4096, 1.1e-2, 3.9e-3, True)),
         ("modern-micro --max_tokens=50M", (4096, 1.1e-2, 3.9e-3, True)),
         ("gpt2-micro --max_tokens=250k", (1024, 2e-3, None, True)),
-        ("gpt2-micro --max_tokens=5M", (4096, 4e-3, None, True)),
         ("modern-micro --max_tokens=200k --mini_batch_size=8", (2048, 4.5e-2, 1e-2, True)),
         ("modern-micro --max_tokens=200k --max_lr=0.01", (1024, 0.01, 1e-2, True)),
         ("modern-micro --max_tokens=200k --total_batch_size=2048", (2048, 4.5e-2, 1e-2, True)),

@@ -38,6 +38,8 @@ def test_both_the_last_and_the_replayed_batch_are_compared(run, monkeypatch, cap
     said = capsys.readouterr().out
     assert "batch of step 3 and 4 read again: the hash is the logged one" in said
     assert "resumed from step 3 (bit-identical)" in said
+    by_two = resume_check.ResumeCheck(3, 2, 1, {}, "same data", [], None).describe()
+    assert "world size   1 -> 2\n" in by_two
 
 
 @pytest.mark.parametrize("left", [None, 0, 4])  # of the lines; None: no file
