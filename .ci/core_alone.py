@@ -51,7 +51,9 @@ settings = dict(
     data_dir=f"{root}/data", checkpoint_dir=Path(root, "runs"), run_name=name, max_steps=20, checkpoint_freq=5,
     device="cpu", dtype="fp32", compile="off", eval_freq=10, val_tokens=320, sample_freq=0,
 )
-pretrain(make_request(settings, resume=resume or None, stop_after_steps=int(steps) or None))
+if int(steps):
+    settings["stop_after_steps"] = int(steps)
+pretrain(make_request(settings, resume=resume or None))
 """
 _HELLASWAG = """
 import sys

@@ -1,5 +1,6 @@
 """What a resume in the same folder allows, rejects, sets aside and labels; retention."""
 
+import json
 import math
 import shutil
 from unittest.mock import Mock

@@ -318,14 +318,6 @@ def test_a_source_that_is_none_is_rejected(tmp_path, name):
         open_source(str(tmp_path / name), text_column="text")
 
 
-def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time():
-    first, again = (open_source("python-stdlib", text_column="text") for _ in range(2))
-    assert first == again
-    assert len(first.files) > 500
-    assert first.name == "python_stdlib"
-    assert first.text_bytes() > 5_000_000
-
-
 @pytest.mark.parametrize("shard_tokens", [7, 50, 333])
 def test_shards_are_filled_across_documents(tmp_path, shard_tokens):
     """All but the last hold shard_tokens; the last takes a remainder along that could hold no window."""

@@ -66,12 +66,6 @@ def test_wsd_decay_never_begins_inside_the_warm_up():
     assert lr_at(80, settings_, max_steps=100) == pytest.approx(line(80, 60, 100), rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_run_that_is_all_warm_up_ends_at_the_peak(schedule):
-    assert lr_at(4, optim(schedule, warmup=4), max_steps=4) == MAX
-    assert lr_at(2, optim(schedule, warmup=4), max_steps=4) == pytest.approx(MAX / 2)
-
-
 @pytest.mark.parametrize("missing", ["warmup_steps", "min_lr"])
 def test_schedule_that_was_not_resolved_is_rejected(missing):
     values = {"warmup_steps": 10, "min_lr": MIN, missing: None}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.runs import history
+from gpt2lab.runs import history, summary
 from gpt2lab.runs.logger import MetricsLogger
 from tiny import parse, pretrain
 
@@ -134,6 +134,11 @@ def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stal
     events = [event("begin", 0, **whole), event("done", 2, reason="completed")]
     assert history.Log.of(events).has_ended
     assert not history.Log.of([*events, event("begin", 2, 2, **whole | {"max_steps": 4})]).has_ended
+    evals = [event("eval", step, val_loss=loss) for step, loss in ((0, 5.0), (1, 3.0), (2, 4.0))]
+    said = str(summary._losses(history.Log.of(evals)))
+    assert "5.0000 at step 0 -> 4.0000 at step 2; best 3.0000 at step 1" in said
+    by_two = history.Log.of([event("begin", 0, max_steps=2, world_size=2)])
+    assert " --gpus 2 " in summary.command_to_continue(Path("run"), by_two)
     saved = event("checkpoint", 2, seconds=9.0, stall_seconds=0.5)
     assert history.Log.of([event("step", 1, step_seconds=1.0), saved]).spent_seconds() == 1.5
 

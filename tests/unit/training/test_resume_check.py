@@ -15,7 +15,8 @@ from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
 from gpt2lab.training import resume_check
-from tiny import write_shards
+from gpt2lab.training.resolve import resolve
+from tiny import parse, write_shards
 from whole_run import Run, reseal
 
 COMMON = ("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=3", "--warmup_steps=2")
@@ -119,6 +120,9 @@ def test_a_line_that_took_other_data_on_purpose_is_no_evidence(run, tmp_path, mo
     crash_after(run, 5, monkeypatch)
     other = write_shards(tmp_path / "other", train=(900, 1200), val=(650,))
     changed = (f"--data_dir={other}", "--allow_change=data")
+    asked = parse([*run.flags, *COMMON, "--resume=3", *changed])
+    start = resolve(asked, world_size=1, set_aside=False)
+    assert start.last_sample() == (8 - 3) * start.plan.batch.samples, "from their first sample on"
     run.train(*COMMON, "--resume=3", *changed, "--stop_after_steps=6")
     run.train(*COMMON, "--resume=3")
     assert run.events("resume")[-1]["verified_batches"] == [3]

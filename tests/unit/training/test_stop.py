@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -243,6 +244,10 @@ def test_a_rejection_of_one_is_everyones(signals, tmp_path):
     request = control(signals, tmp_path).agree(rejection)
     assert request.error is rejection
     assert not rejection.is_local
+    rejection.is_local = True
+    with pytest.raises(DataError) as error:
+        Runtime().on_all_ranks(Mock(side_effect=rejection))
+    assert not error.value.is_local
 
 
 @pytest.mark.parametrize(
