@@ -151,7 +151,9 @@ class Evaluator:
             for name in results.per_unit
         )
         took = fmt.duration(seconds)
-        self.logger.say(f"{self.step_of(state)} | HellaSwag {scores} on {results.n:,} items | {took}")
+        self.logger.say(
+            f"{self.step_of(state)} | HellaSwag {scores} on {results.n:,} items | {took}"
+        )
         return True
 
     def evaluate_core(self, state: TrainState) -> bool:
