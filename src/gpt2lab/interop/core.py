@@ -318,9 +318,13 @@ def open_core(start: Start) -> CoreOfRun | None:
     Raises: ConfigError, DataError.
     """
     of_run = start.config.eval
-    idle = start.chosen & {"core_freq", "core_limit"}
+    idle = [
+        name
+        for name in ("core_freq", "core_limit")
+        if name in start.chosen and getattr(of_run, name)
+    ]
     if of_run.core is None and idle and "core" not in start.chosen:
-        raise ConfigError(f"--{min(idle)} is for --core; give the bundle too")
+        raise ConfigError(f"--{idle[0]} is for --core; give the bundle too")
     if of_run.core is None or start.is_complete:
         return None
     if start.tokenizer is None:
