@@ -73,7 +73,7 @@ system = SystemConfig(device="cpu", dtype="fp32", compile="off")
 runtime.use(system)
 model = build_model(ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=128), seed=1, device=runtime.device)
 items = HellaSwag(
-    load_questions(Path(sys.argv[1]), GPT2), context_length=128, strategy=Strategy(runtime, system), runtime=runtime
+    load_questions(Path(sys.argv[1]), GPT2), context_length=128, strategy=Strategy(runtime, system)
 )
 results = items.measure(model)
 print(summarize(results))
