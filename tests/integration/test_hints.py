@@ -124,7 +124,7 @@ ELSEWHERE = re.compile(
     r"fineweb|hf:|s3:|--gpus?\b|--preset|--ray|benchmark|\.\./|/mnt|megatron/|tokenized/|openwebtext/|--push_to_hub|"
     r"--track|trackio|--tasks|ladder|ablat|--preflight|--hellaswag|--deadline|\.pt\b|shakespeare|groups|_seed|--measure|"
     r"--run_name run_a|--part|merge|tokenizer|python_32k|RUN|NAME|gpt2-124m|--data_dir data/|--run mixed|serve|--num_w|"
-    r"--watch|old_run|--core|--branch_from"
+    r"--watch|old_run|--core|--branch_from|climbmix|--array| mixed"
 )
 SHRUNK = [  # of `train`, over what it is told
     *("--n_layer=1", "--n_head=1", "--n_embd=32", "--context_length=64", "--mini_batch_size=4"),
