@@ -3,18 +3,20 @@
 TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the names of the trainer's flags. No torch.
 """
 
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.request import RunRequest, default_warmup
 from gpt2lab.config.settings_file import make_request, read_values
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.files import is_number, read_regular
+from gpt2lab.files import read_regular
 from gpt2lab.lab.seed_runs import SeedRun, Setting, plan_runs
 
 if sys.version_info >= (3, 11):
@@ -23,10 +25,8 @@ else:
     import tomli as tomllib
 
 _AT_MOST = 2**20  # bytes of a file
-_KEYS = ("tokens", "seeds", "settings", "sizes", "top", "rate")
-_RATE_KEYS = ("n_embd", "max_lr", "exponent", "tokens", "tokens_exponent", "factors", "check")
 _DECAY = 0.1  # of a trunk's lengths: with 1 - sqrt as good as 0.2 in a line (Hägele et al. 2024, arXiv:2405.18392)
-_TOKENS = 'numbers of tokens, such as ["250k", "1M"]'
+_FORMAT = "docs/scaling_laws.md describes the file"
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
 DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
@@ -49,25 +49,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class RateRule:
+class Tokens(int):
+    """A number of tokens; the file may have it as text, such as "250k"."""
+
+
+_Lengths = Annotated[tuple[Tokens, ...], Meta(min_length=1)]
+_Seed = Annotated[int, Meta(ge=0)]
+_Factor = Annotated[float, Meta(gt=0, lt=1e6)]
+_Name = Annotated[str, Meta(pattern=r"^[\w.+-]+$")]
+_Table = dict[str, Any]  # of settings; that of a size may have `tokens` too
+
+
+class RateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """max_lr = `max_lr` x (n_embd / `n_embd`) ^ -`exponent` x (tokens / `tokens`) ^ -`tokens_exponent`.
 
     A muon_lr changes by the same factor. Longer runs need lower rates: Bjorck et al. 2024, arXiv:2409.19913.
     """
 
-    n_embd: int
-    max_lr: float
-    exponent: float
-    tokens: int
-    tokens_exponent: float
-    factors: tuple[float, ...]  # of the rule's rate, that the checked rungs are also trained with
-    check: tuple[str, ...]  # names of the checked rungs
+    n_embd: Annotated[int, Meta(ge=1)]
+    max_lr: Annotated[float, Meta(gt=0, lt=1e9)]
+    exponent: Annotated[float, Meta(ge=0, lt=1e9)]
+    tokens: Tokens | None = None
+    tokens_exponent: Annotated[float, Meta(ge=0, le=2)] | None = None
+    # Of the rule's rate, that the checked rungs are also trained with.
+    factors: Annotated[tuple[_Factor, ...], Meta(min_length=1)] = (0.5, 2.0)
+    check: tuple[str, ...] | None = None  # names of the checked rungs; default the first and last
+
+    def __post_init__(self) -> None:
+        """Raise ValueError."""
+        _require_distinct("factors", self.factors)
+        if 1 in self.factors:
+            raise ValueError("factors: 1 is the rate of the rule itself; leave it out")
+        if (self.tokens is None) != (self.tokens_exponent is None):
+            raise ValueError("tokens and tokens_exponent go together; give both or neither")
 
     def factor(self, n_embd: int, tokens: int) -> float:
         """Return the rate at a width and a number of tokens, relative to the base."""
-        of_width = (n_embd / self.n_embd) ** -self.exponent
-        return float(of_width * (tokens / self.tokens) ** -self.tokens_exponent)
+        factor = float((n_embd / self.n_embd) ** -self.exponent)
+        if self.tokens and self.tokens_exponent:
+            factor *= (tokens / self.tokens) ** -self.tokens_exponent
+        return factor
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seeds: Annotated[tuple[_Seed, ...], Meta(min_length=1)]
+    sizes: Annotated[dict[_Name, _Table], Meta(min_length=1)]
+    tokens: _Lengths | None = None  # of the sizes that have none of their own
+    settings: _Table = {}
+    top: _Table | None = None
+    rate: RateRule | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +139,7 @@ class Family:
                 factor: self._runs({f"{name}_x{factor:g}": self.rungs[name]}, factor)
                 for factor in self.rate.factors
             }
-            for name in self.rate.check
+            for name in self.rate.check or ()
         }
 
     def branches(self, runs: Sequence[SeedRun]) -> dict[str, tuple[SeedRun, int]]:
@@ -202,84 +232,68 @@ def read_family(what: str, out: Path | None = None, *, trunks: bool = False) -> 
 
 
 def _family(file: str, name: str, table: dict[str, Any], out: Path | None, trunks: bool) -> Family:
-    _known("", table, _KEYS)
-    seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
-    shared = _settings("settings", table.get("settings", {}))
-    sizes = table.get("sizes")
-    if not isinstance(sizes, dict) or not sizes:
-        raise ConfigError("no [sizes]: give each size a table of settings, [sizes.small]")
-    rungs = {}
-    for size, own in sizes.items():
-        if re.fullmatch(r"[\w.+-]+", size) is None:
-            raise ConfigError(f"[sizes.{size}]: a name may have letters, digits and _ . + - only")
-        if not isinstance(own, dict):
-            raise ConfigError(f"[sizes.{size}]: not a table of settings")
-        values = shared | _settings(
-            f"sizes.{size}", {key: own[key] for key in own if key != "tokens"}
-        )
-        has_own = "tokens" in own or "tokens" not in table
-        where, budgets = (f"[sizes.{size}] ", own) if has_own else ("", table)
-        for tokens in _list_of(budgets, "tokens", _tokens, _TOKENS, where):
-            rungs[_rung_name(size, tokens)] = values | {"max_tokens": tokens}
+    found = _read(table, _File, "")
+    _require_distinct("seeds", found.seeds)
+    shared = _settings("settings", found.settings)
+    rungs: dict[str, _Table] = {}
+    for size, own in found.sizes.items():
+        where, lengths = "tokens", found.tokens
+        if "tokens" in own or lengths is None:
+            where = f"[sizes.{size}] tokens"
+            lengths = _read(own.pop("tokens", None), _Lengths, f"{where}: ")
+        _require_distinct(where, lengths)
+        values = shared | _settings(f"sizes.{size}", own)
+        rungs |= {_rung_name(size, n): values | {"max_tokens": n} for n in lengths}
     top = None
-    if "top" in table:
-        own = dict(table["top"]) if isinstance(table["top"], dict) else {}
-        if "tokens" not in own:
-            raise ConfigError('[top]: no tokens, such as tokens = "4M"')
-        try:
-            tokens = _tokens(own.pop("tokens"))
-        except ValueError as error:
-            raise ConfigError(f"[top] tokens: {error}") from None
-        values = shared | _settings("top", own) | {"max_tokens": tokens}
+    if found.top is not None:
+        tokens = _read(found.top.pop("tokens", None), Tokens, "[top] tokens: ")
+        values = shared | _settings("top", found.top) | {"max_tokens": tokens}
         top = (_rung_name("top", tokens), values)
         if top[0] in rungs:
             raise ConfigError("[sizes.top]: top is the name of the top rung; choose another")
-    rate = _rate(table["rate"], rungs) if "rate" in table else None
+    rate = found.rate
     if rate is None and "max_lr" not in shared:
         raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
+    if rate is not None:
+        names = list(rungs)
+        check = (names[0], names[-1]) if rate.check is None else rate.check
+        if not rungs.keys() >= set(check):
+            raise ConfigError(f"[rate] check: give a list of rungs, out of {', '.join(names)}")
+        rate = msgspec.structs.replace(rate, check=tuple(dict.fromkeys(check)))
     name += "_trunks" * trunks
     folder = paths.from_working_directory(out) if out else paths.runs_folder(None) / name
-    return Family(file, name, folder, tuple(seeds), rungs, top, rate, trunks)
+    return Family(file, name, folder, found.seeds, rungs, top, rate, trunks)
+
+
+def _read(value: Any, kind: Any, where: str) -> Any:
+    """Return what a part of the file means, as msgspec reads its type.
+
+    Raises: ConfigError.
+    """
+    try:
+        return msgspec.convert(value, kind, dec_hook=_read_tokens)
+    except msgspec.ValidationError as error:
+        said = str(error).replace("$.", "").replace("`null`", "nothing")
+        raise ConfigError(f"{where}{said}; {_FORMAT}") from None
+
+
+def _read_tokens(kind: type, value: Any) -> Tokens:
+    number = fmt.parse_count(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 10**15:
+        raise ValueError(f"{value!r} is not a number of tokens such as 250000 or '250k'")
+    return Tokens(number)
+
+
+def _require_distinct(name: str, values: Sequence[Any]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name}: a value is duplicated")
 
 
 def _rung_name(size: str, tokens: int) -> str:
     return f"{size}-{fmt.count(tokens, digits=6)}"
 
 
-def _rate(table: Any, rungs: Mapping[str, Any]) -> RateRule:
-    _known("rate", table, _RATE_KEYS)
-    for key in ("n_embd", "max_lr", "exponent"):
-        if not is_number(table.get(key)) or not 0 <= table[key] < 1e9:
-            raise ConfigError(f"[rate] {key}: give a number of at least 0")
-    if table["n_embd"] < 1 or table["max_lr"] <= 0:
-        raise ConfigError("[rate]: n_embd and max_lr must be above 0")
-    if ("tokens" in table) != ("tokens_exponent" in table):
-        raise ConfigError("[rate]: tokens and tokens_exponent go together; give both or neither")
-    try:
-        tokens = _tokens(table.get("tokens", 1))
-    except ValueError as error:
-        raise ConfigError(f"[rate] tokens: {error}") from None
-    tokens_exponent = table.get("tokens_exponent", 0)
-    if not is_number(tokens_exponent) or not 0 <= tokens_exponent <= 2:
-        raise ConfigError("[rate] tokens_exponent: give a number from 0 to 2")
-    factors = _list_of(
-        {"factors": [0.5, 2.0]} | table, "factors", _factor, "rates, such as [0.5, 2]", "[rate] "
-    )
-    names = list(rungs)
-    check = table.get("check", [names[0], names[-1]])
-    if not isinstance(check, list) or any(rung not in rungs for rung in check):
-        raise ConfigError(f"[rate] check: give a list of rungs, out of {', '.join(names)}")
-    return RateRule(
-        **{key: table[key] for key in ("n_embd", "max_lr", "exponent")},
-        **{"tokens": tokens, "tokens_exponent": tokens_exponent},
-        factors=tuple(factors),
-        check=tuple(dict.fromkeys(check)),
-    )
-
-
-def _settings(where: str, values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ConfigError(f"[{where}]: not a table of settings")
+def _settings(where: str, values: dict[str, Any]) -> dict[str, Any]:
     ours = sorted(set(values) & set(_OURS) - ({"max_lr"} if where == "settings" else set()))
     if ours:
         raise ConfigError(f"[{where}] {ours[0]}: set by the ladder itself")
@@ -287,48 +301,4 @@ def _settings(where: str, values: Any) -> dict[str, Any]:
         read_values(values)
     except GPT2LabError as error:
         raise ConfigError(f"[{where}] {error}") from None
-    return dict(values)
-
-
-def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: not a table")
-    for key in table:
-        if key not in keys:
-            hint = fmt.did_you_mean(key, keys, f"it has {', '.join(keys)}")
-            raise ConfigError(f"{f'[{where}] ' if where else ''}unknown {key}: {hint}")
-
-
-def _list_of(
-    table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str, where: str = ""
-) -> list[Any]:
-    """Return a list of distinct values, in their order; `where`: the name of the table for an error."""
-    values, key = table.get(key), where + key
-    if not isinstance(values, list) or not values:
-        raise ConfigError(f"{key}: give a list of {what}")
-    try:
-        found = [read(value) for value in values]
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}; give a list of {what}") from None
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{key}: a value is duplicated")
-    return found
-
-
-def _tokens(value: Any) -> int:
-    number = fmt.parse_count(value) if isinstance(value, str) else value
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 10**15:
-        raise ValueError(f"{value!r} is not a number of tokens")
-    return number
-
-
-def _seed(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a seed")
-    return value
-
-
-def _factor(value: Any) -> float:
-    if not is_number(value) or not 0 < value < 1e6 or value == 1:
-        raise ValueError(f"{value!r} is not a factor: it must be above 0 and not 1")
-    return float(value)
+    return values
