@@ -31,22 +31,7 @@ _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_e
 
 DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
 # The built-in families, on these data.
-_TINY: dict[str, Any] = {
-    "tokens": ["250k", "500k", "1M"],
-    "seeds": [1, 2, 3],
-    "settings": {
-        **{"n_layer": 2, "n_head": 2, "context_length": 64, "total_batch_size": 1024},
-        **{"mini_batch_size": 16, "data_dir": DATA, "val_tokens": 65_536},
-        **{"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0},
-    },
-    "sizes": {"w24": {"n_embd": 24}, "w40": {"n_embd": 40}, "w64": {"n_embd": 64}},
-    "top": {"n_embd": 96, "tokens": "2M"},
-    "rate": {"n_embd": 64, "max_lr": 4e-3, "exponent": 0.5},
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    f"{kind}-tiny": {**_TINY, "settings": {"model": f"{kind}-nano", **_TINY["settings"]}}
-    for kind in ("gpt2", "modern")
-}
+FAMILIES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*-tiny.toml"))}
 
 
 class Tokens(int):
@@ -216,9 +201,7 @@ def read_family(what: str, out: Path | None = None, *, trunks: bool = False) -> 
 
     Raises: ConfigError naming the file and what is wrong with it.
     """
-    if what in FAMILIES:
-        return _family(what, what, FAMILIES[what], out, trunks)
-    path = paths.from_working_directory(Path(what))
+    path = FAMILIES.get(what) or paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: not a ladder: give a .toml file of sizes and tokens, {hint}")
