@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Output = Literal["command", "script", "slurm"]
 _CPUS_OF_A_GPU = 4  # cores for each process that trains on a GPU
+_SLURM = Path(__file__).with_name("slurm.jinja")
 _PORT = 29400  # of torchrun's rendezvous
 # Before its end Slurm asks the job to stop; torchrun kills what takes longer than ten seconds less.
 _STOP_SECONDS = 120
@@ -230,42 +231,25 @@ def write_slurm(job: Job, tasks: Sequence[Sequence[str]] = ()) -> str:
 
     `tasks`: more words for each task of a job array.
     """
-    options = [
-        f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '_', job.name)}",  # Slurm reads no quotes
-        f"--nodes={job.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={job.cpus}",
-        *([f"--gpus-per-node={job.processes}"] if job.on_gpu else []),
-        "--time=12:00:00",
-        f"--signal=B:USR1@{_STOP_SECONDS}",
-        "--requeue",
-        *([f"--array=0-{len(tasks) - 1}"] if tasks else []),
-        "--open-mode=append",
-    ]
-    head, start = "", _command(job, _SHUTDOWN)
+    import jinja2
+
+    start = _command(job, _SHUTDOWN)
     if job.nodes > 1:
-        head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         program = fmt.word_of_bash(paths.program("torchrun"))
         start = (
             f"{program} --nnodes={job.nodes} --nproc_per_node={job.processes} {_SHUTDOWN} \\\n"
             f'    --rdzv_backend=c10d --rdzv_endpoint="$head:{_PORT}" --rdzv_id="$SLURM_JOB_ID" \\\n'
             f"    {fmt.command_line(job.words)}"
         )
-    identity = "$SLURM_JOB_ID"
-    if tasks:  # the id of one task is that of the whole array
-        identity = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-        each = (f"{i}) set -- {fmt.command_line(own)} ;;\n" for i, own in enumerate(tasks))
-        head, start = f"case $SLURM_ARRAY_TASK_ID in\n{''.join(each)}esac\n", f'{start} "$@"'
-    lines = "".join(f"#SBATCH {option}\n" for option in options)
     return (
-        f"#!/usr/bin/env bash\n{lines}"
-        f"# Slurm sends USR1 {_STOP_SECONDS} s before the end: the trainer saves, and the job queues itself again.\n"
-        f"set -uo pipefail\ncd {fmt.word_of_bash(str(job.folder))} || exit\n{head}"
-        f"srun --cpus-per-task={job.cpus} --kill-on-bad-exit=1 {start} &\n"
-        'child=$! again=""\n'
-        # Signalled itself, srun would kill its tasks half a minute later.
-        f"trap 'again=yes; scancel --signal=TERM \"{identity}\"' USR1\n"
-        'while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done\n'
-        f'[[ -z $again ]] || scontrol requeue "{identity}"\n'
-        'exit "$code"'
+        jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        .from_string(_SLURM.read_text())
+        .render(
+            job=job,
+            name=re.sub(r"[^A-Za-z0-9._-]", "_", job.name),  # Slurm reads no quotes
+            folder=fmt.word_of_bash(str(job.folder)),
+            start=start,
+            stop_seconds=_STOP_SECONDS,
+            tasks=[fmt.command_line(own) for own in tasks],
+        )
     )
