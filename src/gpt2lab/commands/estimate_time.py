@@ -110,7 +110,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
     extra += ["", *reports.formulas(found, known)] if request.explain else []
     if job.unique_tokens is not None:
-        listed = hardware.profiles(known).values()
+        listed = known.profiles.values()
         advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
         extra += [f"{'data':<12} {advice}"]
     extra.append(alternatives.learning_rate_line(job.config, request))

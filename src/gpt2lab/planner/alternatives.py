@@ -13,7 +13,7 @@ from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
-from gpt2lab.planner.hardware import Hardware, profiles
+from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
@@ -132,7 +132,7 @@ def _rows(predictor: Predictor, what: Comparison, window: Window | None) -> list
     elif what == "models":
         others = {model: {"model": model} for model in MODELS}
     else:
-        others = {name: {"profile": name} for name in profiles(known)}
+        others = {name: {"profile": name} for name in known.profiles}
     given = any(getattr(request, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
     rows, errors = [], []

@@ -7,7 +7,6 @@ learning rate are the same in all of them, so that their losses can be compared.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import json
@@ -105,7 +104,7 @@ class Hardware:
     links: dict[str, Link]
     constants: dict[str, float]
     words: dict[str, tuple[frozenset[str], ...]]
-    profiles: dict[str, dict[str, Any]]
+    profiles: dict[str, Profile]
     sources: dict[str, dict[str, str]]
 
     def gpu(self, name: str) -> Gpu:
@@ -227,26 +226,8 @@ def _parse(document: dict[str, Any]) -> Hardware:
     for name, (value, source) in document["constants"].items():
         sources[source]
         constants[name] = float(value)
-    version, listed = document["version"], document["profiles"]
-    return Hardware(version, gpus, links, constants, words, listed, sources)
-
-
-def profiles(hardware: Hardware) -> dict[str, Profile]:
-    """Return all profiles by name.
-
-    Raises: ConfigError for a user's profile that is not complete.
-    """
-    fields = [field.name for field in dataclasses.fields(Profile) if field.name != "name"]
-    found = {}
-    for name, entry in hardware.profiles.items():
-        missing = [field for field in fields if field not in entry]
-        unknown = [field for field in entry if field not in fields]
-        if missing or unknown:
-            raise ConfigError(
-                f"profile {name!r} of hardware.json: missing {missing}, unknown {unknown}; it needs {', '.join(fields)}"
-            )
-        found[name] = Profile(name=name, **entry)
-    return found
+    profiles = {name: Profile(name, **entry) for name, entry in document["profiles"].items()}
+    return Hardware(document["version"], gpus, links, constants, words, profiles, sources)
 
 
 def advise_profile(unique_tokens: int, *, parameters: int, known: Collection[Profile]) -> str:
@@ -274,7 +255,7 @@ def find_profile(name: str | None, hardware: Hardware) -> Profile:
 
     Raises: ConfigError with the nearest names.
     """
-    known = profiles(hardware)
+    known = hardware.profiles
     wanted = DEFAULT_PROFILE if name is None else name
     if wanted not in known:
         hint = fmt.did_you_mean(wanted, known, f"one of {', '.join(known)}")

@@ -173,7 +173,7 @@ def test_loss_is_the_published_law_with_its_offset():
     ],
 )
 def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique, says):
-    known = hardware.profiles(hardware.load()).values()
+    known = hardware.load().profiles.values()
     assert says in hardware.advise_profile(unique, parameters=100_000_000, known=known)
 
 
