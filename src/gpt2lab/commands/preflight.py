@@ -27,7 +27,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
-from gpt2lab.files import staged_file
+from gpt2lab.files import sha256_of, staged_file
 from gpt2lab.interop.core import open_core
 from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
@@ -320,12 +320,12 @@ def try_disk(folder: Path, num_bytes: int) -> tuple[int, float, float, bool]:
     Raises: OSError if that cannot be done.
     """
     block = os.urandom(min(_BLOCK, num_bytes))
-    digests, written, began = (hashlib.sha256(), hashlib.sha256()), 0, time.monotonic()
+    digest, written, began = hashlib.sha256(), 0, time.monotonic()
     with staged_file(folder / "gpt2lab-trial") as path:
         with open(path, "wb") as file:
             while written < num_bytes and time.monotonic() - began < _DISK_SECONDS:
                 part = block[: num_bytes - written]
-                digests[0].update(part)
+                digest.update(part)
                 written += file.write(part)
             file.flush()
             os.fsync(file.fileno())
@@ -333,11 +333,8 @@ def try_disk(folder: Path, num_bytes: int) -> tuple[int, float, float, bool]:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.monotonic()
-        with open(path, "rb") as file:
-            while part := file.read(_BLOCK):
-                digests[1].update(part)
-        read_seconds = time.monotonic() - began
-    return written, write_seconds, read_seconds, digests[0].digest() == digests[1].digest()
+        is_intact = sha256_of(path) == digest.hexdigest()
+    return written, write_seconds, time.monotonic() - began, is_intact
 
 
 def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
