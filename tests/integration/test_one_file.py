@@ -17,7 +17,8 @@ import tiny
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.data.manifest import FORMAT, write_manifest
-from gpt2lab.data.shards import measure_shard, open_shard
+from gpt2lab.data.prepare.write import measure_shard
+from gpt2lab.data.shards import open_shard
 from gpt2lab.tokenizers.opening import record_of
 from gpt2lab.tokenizers.plain import BYTES
 

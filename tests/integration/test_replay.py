@@ -14,7 +14,7 @@ import torch
 import launch
 from corpora import run_prepare, write_jsonl
 from gpt2lab.data.manifest import read_manifest, write_manifest
-from gpt2lab.data.shards import measure_shard
+from gpt2lab.data.prepare.write import measure_shard
 from gpt2lab.data.verify import verify
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.runs import history

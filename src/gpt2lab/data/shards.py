@@ -6,7 +6,6 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import re
 import struct
@@ -44,7 +43,6 @@ JOURNAL = "progress.json"  # of a preparation that has not ended
 RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 SCAN_LIMIT_BYTES = 2 * 1024**3  # a set without manifest up to this size is read in full first
-_BLOCK = 1 << 22
 # numpy parses headers by ast, which fails in two threads at once up to Python 3.11.7
 # (https://github.com/python/cpython/issues/106905).
 _ONE_HEADER = threading.Lock()
@@ -360,45 +358,6 @@ def open_shard(path: Path) -> Shard:
     if size != promised:
         raise DataError(f"{path}: {size} bytes, but its header says {promised}; truncated copy?")
     return Shard(path, shape[0], offset, dtype=dtype.str)
-
-
-def measure_shard(
-    path: Path,
-    *,
-    offset: int,
-    dtype: str = "<u2",
-    tokenizer: Tokenizer | None = None,
-    end_of_text: int | None = None,
-    watch: Callable[[np.ndarray], None] = lambda ids: None,
-) -> dict[str, Any]:
-    """Read every byte of a shard: bytes, sha256, max_id, documents and text_bytes.
-
-    `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `text_bytes` is None without a
-    tokenizer, and where an id is not the tokenizer's. `watch` is given all ids in order.
-    """
-    digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
-    width = ID_BYTES[dtype]
-    lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
-    with open_regular(path, follow=True) as file:
-        digest.update(file.read(offset))
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            # A file that grows while it is read may end within an id; its size is compared afterwards.
-            ids = np.frombuffer(block[: len(block) // width * width], dtype)
-            largest = max(largest, int(ids.max(initial=0)))
-            if end_of_text is not None:
-                documents += int(np.count_nonzero(ids == end_of_text))
-            if largest < len(lengths):
-                text_bytes += int(lengths[ids].sum())
-            watch(ids)
-        size = file.tell()
-    return {
-        "bytes": size,
-        "sha256": digest.hexdigest(),
-        "max_id": largest,
-        "documents": documents,
-        "text_bytes": text_bytes if largest < len(lengths) else None,
-    }
 
 
 def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:

@@ -23,13 +23,13 @@ from gpt2lab.data.manifest import (
 )
 from gpt2lab.data.prepare.sources import TextSource
 from gpt2lab.data.prepare.work import changed_files
+from gpt2lab.data.prepare.write import measure_shard
 from gpt2lab.data.shards import (
     Shard,
     TokenData,
     document_ends,
     document_marks,
     find_strays,
-    measure_shard,
     open_data,
     open_listed,
 )

@@ -26,9 +26,9 @@ from gpt2lab.data.manifest import (
     end_of_text_of,
     write_manifest,
 )
+from gpt2lab.data.prepare.write import measure_shard
 from gpt2lab.data.shards import (
     RAW_SUFFIX,
-    measure_shard,
     names_on_disk,
     open_shard,
     read_document_ends,

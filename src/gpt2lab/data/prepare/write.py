@@ -6,7 +6,9 @@ to a cap of tokens; what is beyond the cap is used in neither split.
 """
 
 import contextlib
+import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,14 +17,15 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.manifest import ID_BYTES
 from gpt2lab.data.prepare.encode import EncodedChunks
-from gpt2lab.data.shards import measure_shard
-from gpt2lab.files import sync_folder
+from gpt2lab.files import open_regular, sync_folder
 from gpt2lab.tokenizers.interface import Tokenizer
 
 KEYS = 2**64
 _FEWEST = 12  # documents that a meaningful standard error needs
 _TRACKED = 4096  # documents of the smallest keys that are remembered
+_BLOCK = 1 << 22  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -237,3 +240,42 @@ class ShardWriter:
         sync_folder(self._folder)
         self.files.append({"name": name, "split": self._split, "tokens": self._written, **facts})
         self._written = 0
+
+
+def measure_shard(
+    path: Path,
+    *,
+    offset: int,
+    dtype: str = "<u2",
+    tokenizer: Tokenizer | None = None,
+    end_of_text: int | None = None,
+    watch: Callable[[np.ndarray], None] = lambda ids: None,
+) -> dict[str, Any]:
+    """Read every byte of a shard: bytes, sha256, max_id, documents and text_bytes.
+
+    `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `text_bytes` is None without a
+    tokenizer, and where an id is not the tokenizer's. `watch` is given all ids in order.
+    """
+    digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
+    width = ID_BYTES[dtype]
+    lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
+    with open_regular(path, follow=True) as file:
+        digest.update(file.read(offset))
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            # A file that grows while it is read may end within an id; its size is compared afterwards.
+            ids = np.frombuffer(block[: len(block) // width * width], dtype)
+            largest = max(largest, int(ids.max(initial=0)))
+            if end_of_text is not None:
+                documents += int(np.count_nonzero(ids == end_of_text))
+            if largest < len(lengths):
+                text_bytes += int(lengths[ids].sum())
+            watch(ids)
+        size = file.tell()
+    return {
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+        "max_id": largest,
+        "documents": documents,
+        "text_bytes": text_bytes if largest < len(lengths) else None,
+    }
