@@ -15,10 +15,10 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line, system_errors_as
 from gpt2lab.files import staged_folder, write_durably
+from gpt2lab.interop.hf_folder import hf_tensors, write_hf_config
 from gpt2lab.interop.model_card import write_card
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.hf_config import GPT2LAB, HF_INDEX, model_type_of, write_hf_config
-from gpt2lab.model.hf_weights import hf_tensors
+from gpt2lab.model.hf_config import GPT2LAB, HF_INDEX, model_type_of
 from gpt2lab.runs.target import Target, was_tuned
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers import chat_template

@@ -1,9 +1,8 @@
-"""Hugging Face's config.json of a GPT-2 or of our own model type, read and written. No torch, no transformers."""
+"""Hugging Face's config.json of a GPT-2 or of our own model type. No torch, no transformers."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ FORMAT = 2  # of a GPT2LAB folder; huggingface/configuration_gpt2lab.py has the 
 PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
 
 # Our network in transformers' GPT2Config names: the default where the file says nothing, then equivalent values.
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+REQUIRED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -35,7 +34,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _required_of_ours(head: Any) -> dict[str, tuple[Any, ...]]:
+def required_of_ours(head: Any) -> dict[str, tuple[Any, ...]]:
     """Return what a folder of our own type must say. Format 1 lacked options, which have their defaults then."""
     return {"gpt2lab_format": (FORMAT, 1), "tie_word_embeddings": (head != "untied",)}
 
@@ -65,7 +64,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     kind = values.get("model_type")
     if kind not in (GPT2, GPT2LAB):
         raise CheckpointError(f"{path}: model_type {kind!r}, only 'gpt2' and 'gpt2lab' are read")
-    required = _REQUIRED if kind == GPT2 else _required_of_ours(values.get("head"))
+    required = REQUIRED if kind == GPT2 else required_of_ours(values.get("head"))
     for name, allowed in required.items():
         found = values.get(name, allowed[0])
         if found not in allowed:
@@ -147,47 +146,3 @@ def _shapes_in(folder: Path, files: list[Path]) -> Shapes:
             raise CheckpointError(f"{path}: holds other tensors than {HF_INDEX} says; copy both")
         shapes |= found
     return shapes
-
-
-def write_hf_config(
-    config: ModelConfig, folder: Path, *, dtype: str, end_of_text: int | None
-) -> None:
-    """Write config.json for a model without padding rows; dropout is 0, for inference."""
-    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
-    common = {
-        "vocab_size": config.id_limit,
-        "initializer_range": 0.02,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": dtype,
-    }
-    values: dict[str, Any]
-    if model_type_of(config) == GPT2:
-        values = {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": GPT2,
-            **sizes,
-            "n_positions": config.context_length,
-            "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
-            "n_inner": None,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            **common,
-            **{name: allowed[0] for name, allowed in _REQUIRED.items()},
-        }
-    else:
-        values = {
-            "architectures": ["GPT2LabForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "configuration_gpt2lab.GPT2LabConfig",
-                "AutoModel": "modeling_gpt2lab.GPT2LabModel",
-                "AutoModelForCausalLM": "modeling_gpt2lab.GPT2LabForCausalLM",
-            },
-            "model_type": GPT2LAB,
-            **sizes,
-            "context_length": config.context_length,
-            **{name: getattr(config, name) for name in OPTIONS},
-            "dropout": 0.0,
-            **common,
-            **{name: allowed[0] for name, allowed in _required_of_ours(config.head).items()},
-        }
-    (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Hugging Face's weights, read and written without transformers: only this module knows their names and layout.
+"""Hugging Face's weights, read without transformers; interop/hf_folder.py writes them.
 
 GPT-2's are called transformer.h.0... and have transposed matrices. Those of our own model type are called
 model.blocks.0... and are ours unchanged.
@@ -16,19 +16,17 @@ import torch
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.hf_config import (
-    GPT2,
     HF_CONFIG,
     PADDED_VOCABULARY,
-    model_type_of,
     our_name,
     read_hf_config,
     weight_files,
 )
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
-_OF_THE_VOCABULARY = ("wte.weight", "lm_head.weight", "lm_head.bias")  # a row for each id
+OF_THE_VOCABULARY = ("wte.weight", "lm_head.weight", "lm_head.bias")  # a row for each id
 # GPT-2's: Conv1D (in, out), ours: Linear (out, in).
-_TRANSPOSED = re.compile(r"^(transformer\.)?h\..*\.(c_attn|c_proj|c_fc)\.weight$")
+TRANSPOSED = re.compile(r"^(transformer\.)?h\..*\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def load_hf(folder: Path) -> GPT:
@@ -57,7 +55,7 @@ def load_hf(folder: Path) -> GPT:
     with torch.no_grad():
         for name, parameter in wanted.items():
             tensor = tensors[name]
-            if name in _OF_THE_VOCABULARY and real == NUM_TOKENS:
+            if name in OF_THE_VOCABULARY and real == NUM_TOKENS:
                 mean = tensor.mean(dim=0, keepdim=True)
                 tensor = torch.cat([tensor, mean.expand(PADDED_VOCABULARY - real, *mean.shape[1:])])
             if tensor.shape != parameter.shape:
@@ -65,23 +63,6 @@ def load_hf(folder: Path) -> GPT:
                 raise CheckpointError(f"{path}: {name} is {found}, {HF_CONFIG} means {meant}")
             parameter.copy_(tensor)
     return model
-
-
-def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return {transformers' name: tensor in its layout} without padding rows; the tied head appears once."""
-    tensors = {}
-    is_gpt2 = model_type_of(model.config) == GPT2
-    for full_name, parameter in model.named_parameters():
-        name = full_name if full_name.startswith("lm_head.") else f"model.{full_name}"
-        if is_gpt2:
-            name = "transformer." + re.sub(r"^blocks\.", "h.", full_name)
-        tensor = parameter.detach()
-        if full_name in _OF_THE_VOCABULARY:
-            tensor = tensor[: model.config.id_limit].clone()  # without the memory of the rest
-        if _TRANSPOSED.search(name):
-            tensor = tensor.T
-        tensors[name] = tensor.to("cpu", dtype).contiguous()
-    return dict(sorted(tensors.items()))
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,5 +79,5 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
             name = our_name(full_name)
             if name is None:
                 continue
-            ours[name] = tensor.T if _TRANSPOSED.search(full_name) else tensor
+            ours[name] = tensor.T if TRANSPOSED.search(full_name) else tensor
     return ours

@@ -17,7 +17,6 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.interop import export as exporting
 from gpt2lab.interop.export import export
 from gpt2lab.interop.model_card import _quoted, write_card
-from gpt2lab.model import hf_config as hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
@@ -152,7 +151,7 @@ def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
     folder, tmp_path, monkeypatch
 ):
     """Wrong heads change no shape: only the logits tell."""
-    right = hf_config.write_hf_config
+    right = exporting.write_hf_config
 
     def wrong(*args: Any, **kwargs: Any) -> None:
         right(*args, **kwargs)
