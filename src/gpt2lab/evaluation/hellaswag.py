@@ -1,6 +1,6 @@
 """HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830.
 
-The tasks of lm-eval use the same scorer (interop/lm_eval.py).
+The tasks of lm-eval and CORE use the same rows and batches (interop/scoring.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from gpt2lab.evaluation.hellaswag_items import STYLES, Questions, Style
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT, LOGITS_BYTES
-from gpt2lab.model.loss import token_losses
+from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.console import counted
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
@@ -189,31 +188,12 @@ def score_batches(
 
 def score(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
-    picked, ids, owners, slots = _predict(model, rows)
+    picked, ids, owners, slots = predict_endings(model, rows)
     nats = model.losses_of(picked, ids).double().cpu().numpy()  # (P,); sync
     return slots, -np.bincount(owners, weights=nats, minlength=len(slots))
 
 
-def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `score` does, and 1 for each ending that the likeliest token after token would have written, else 0.
-
-    The values are (2, endings).
-    """
-    picked, ids, owners, slots = _predict(model, rows)
-    parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
-    nats, misses = [], []
-    for some, wanted in zip(picked.chunk(parts), ids.chunk(parts), strict=True):
-        logits = model.masked_logits(some)  # (P / parts, V)
-        nats.append(token_losses(logits, wanted))
-        misses.append(logits.argmax(dim=-1) != wanted)
-    counts = [
-        np.bincount(owners, weights=torch.cat(of).double().cpu().numpy(), minlength=len(slots))
-        for of in (nats, misses)
-    ]
-    return slots, np.stack([-counts[0], counts[1] == 0])
-
-
-def _predict(
+def predict_endings(
     model: GPT, rows: list[ScoredRow]
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
     """Return what predicts all P tokens of endings (P, C), their ids and endings (P,), and the endings' slots."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.hellaswag import (
     BATCH_TOKENS,
+    ScoredRow,
     cut_batches,
     make_rows,
-    score_and_rank,
+    predict_endings,
     score_batches,
 )
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, LOGITS_BYTES
+from gpt2lab.model.loss import token_losses
 
 _ENDINGS = 8  # of one context in one row: attention costs the square of a row's length
 Pair = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids: context, continuation
@@ -62,3 +66,22 @@ def _by_context(pairs: Sequence[Pair]) -> list[list[int]]:
         for numbers in groups.values()
         for first in range(0, len(numbers), _ENDINGS)
     ]
+
+
+def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Return what HellaSwag's `score` does, and 1 for each ending that is greedy, else 0: values are (2, endings).
+
+    Greedy: the likeliest token after token would have written it.
+    """
+    picked, ids, owners, slots = predict_endings(model, rows)
+    parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
+    nats, misses = [], []
+    for some, wanted in zip(picked.chunk(parts), ids.chunk(parts), strict=True):
+        logits = model.masked_logits(some)  # (P / parts, V)
+        nats.append(token_losses(logits, wanted))
+        misses.append(logits.argmax(dim=-1) != wanted)
+    counts = [
+        np.bincount(owners, weights=torch.cat(of).double().cpu().numpy(), minlength=len(slots))
+        for of in (nats, misses)
+    ]
+    return slots, np.stack([-counts[0], counts[1] == 0])
