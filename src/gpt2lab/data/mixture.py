@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.config.mixture import DataSources, Phase, normal_words, read_sources
+from gpt2lab.config.mixture import DataSources, Phase, read_sources
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import override
 from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData, open_data
@@ -211,38 +210,6 @@ def require_folders(config: Config, flag: str) -> None:
     for folder in missing_folders(config):
         raise DataError(
             f"{folder}: the run's data are no longer there; if they were moved, say where with {flag}"
-        )
-
-
-def with_data_at(config: Config, words: Sequence[str]) -> Config:
-    """Return a run's settings with its data where --data_dir says; without words, where they were.
-
-    Raises: DataError if they are gone, or not there; ConfigError for a fine-tuned run.
-    """
-    if not words:
-        require_folders(config, "--data_dir")
-        return config
-    if config.tuning.instructions is not None:
-        raise ConfigError("--data_dir: the run was fine-tuned on --instructions; omit it")
-    config = override(
-        config, {"data_dir": normal_words("data_dir", words, paths.from_working_directory)}
-    )
-    for folder in missing_folders(config):
-        raise DataError(
-            f"--data_dir {folder}: no such folder; say where the run's data are now (with a weight only if several)"
-        )
-    return config
-
-
-def require_same_data(data: TokenData, trained_on: str, *, words: Sequence[str], run: str) -> None:
-    """Compare data that --data_dir gives for a run with the fingerprint that it recorded.
-
-    Raises: DataError.
-    """
-    if data.fingerprint != trained_on:
-        raise DataError(
-            f"--data_dir {' '.join(words)}: not the data that {run} was trained on (fingerprint "
-            f"{data.fingerprint[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
         )
 
 

@@ -15,7 +15,7 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import MODEL, OPTIM
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
-from gpt2lab.data.mixture import missing_folders, with_data_at
+from gpt2lab.data.mixture import missing_folders
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.lab.replay import QUANTITIES, Replay, first_difference, open_replay, other_values
 from gpt2lab.lab.step_tokens import RecordedRun, tokens_of_step
@@ -30,7 +30,7 @@ def open_side(folder: Path, recipe: Recipe, data_dir: tuple[str, ...]) -> Record
     """
     run = RecordedRun(folder, recipe, data_dir)
     if data_dir:
-        with_data_at(run.config, data_dir)  # rejects a folder that does not exist, needed or not
+        run.with_data(run.config)  # rejects a folder that does not exist, needed or not
     if not len(run.log.numbers):
         raise GPT2LabError(f"{run.name}: has no step to compare")
     return run if missing_folders(run.config) else RecordedRun(folder, recipe)

@@ -24,7 +24,6 @@ from gpt2lab.config.request import RunRequest, chosen_in, follow_peak
 from gpt2lab.config.settings import LEAVES, find_problems, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.data.mixture import require_same_data, with_data_at
 from gpt2lab.distributed.compilation import missing_for_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
@@ -179,11 +178,11 @@ def _open(run: RecordedRun, info: CheckpointInfo, *, first: int, last: int) -> R
     attempt = events[info.step + 1]["attempt"]
     record = run.record(attempt)
     values = _settings_then(run, attempt, info)
-    config = with_data_at(override(info.config(), values), run.data_dir)
+    config = run.with_data(override(info.config(), values))
     if run.data_dir:
         data = run.recipe.open_data(config, history.read_tokenizer(run.folder))
         trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
-        require_same_data(data, trained_on, words=run.data_dir, run=run.folder.name)
+        run.require_same_data(data, trained_on)
         values["data_dir"] = config.data.data_dir
     saved_on = record.get("environment") or info.manifest["environment"]
     runtime, rounding = Runtime(), None

@@ -9,10 +9,11 @@ import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from gpt2lab.config.mixture import normal_words
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import to_flat
+from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.documents import find_documents
-from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
+from gpt2lab.data.mixture import Mixture, missing_folders, require_folders, training_order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
@@ -60,8 +61,43 @@ class RecordedRun:
         return settings
 
     def record(self, attempt: int) -> dict[str, Any]:
-        """Return what a start recorded about itself; {} if no record is left."""
-        return history.record_of_start(self.folder, attempt)
+        """Return what a start recorded about itself (environment, data, versions); {} if no record is left."""
+        records = [
+            history.read_json(self.folder / "run.json") or {},
+            *(info.manifest for info in self.checkpoints.values()),
+        ]
+        return next((record for record in records if record.get("attempt") == attempt), {})
+
+    def with_data(self, config: Config) -> Config:
+        """Return settings of this run with its data where `data_dir` says; without it, where they were.
+
+        Raises: DataError if they are gone, or not there; ConfigError for a fine-tuned run.
+        """
+        if not self.data_dir:
+            require_folders(config, "--data_dir")
+            return config
+        if config.tuning.instructions is not None:
+            raise ConfigError("--data_dir: the run was fine-tuned on --instructions; omit it")
+        words = normal_words("data_dir", self.data_dir, paths.from_working_directory)
+        config = override(config, {"data_dir": words})
+        for folder in missing_folders(config):
+            raise DataError(
+                f"--data_dir {folder}: no such folder; say where the run's data are now "
+                f"(with a weight only if several)"
+            )
+        return config
+
+    def require_same_data(self, data: TokenData, trained_on: str) -> None:
+        """Compare the data that `data_dir` gives with the fingerprint that the run recorded.
+
+        Raises: DataError.
+        """
+        if data.fingerprint != trained_on:
+            raise DataError(
+                f"--data_dir {' '.join(self.data_dir)}: not the data that {self.folder.name} was trained on "
+                f"(fingerprint {data.fingerprint[:12]}, the run's is {trained_on[:12]}); give those, in a mixture "
+                f"with the same weights"
+            )
 
 
 @dataclass(frozen=True)
@@ -110,10 +146,10 @@ def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
         )
     samples = begin["tokens_per_step"] // config.model.context_length
     tokenizer = history.read_tokenizer(run_dir)
-    data = run.recipe.open_data(with_data_at(config, run.data_dir), tokenizer)
+    data = run.recipe.open_data(run.with_data(config), tokenizer)
     recorded = run.record(event["attempt"]).get("data_fingerprint")
     if run.data_dir and recorded is not None:
-        require_same_data(data, recorded, words=run.data_dir, run=run_dir.name)
+        run.require_same_data(data, recorded)
     order = training_order(data, config, version=begin.get("order_version", 1))
     first = event["first_sample"]
     numbers = np.arange(first, first + samples)

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
@@ -427,15 +427,6 @@ def deleted_newest(run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
         return []
     left = "no other is left" if newest is None else f"step {newest.step} is used"
     return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
-
-
-def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Return what a start recorded about itself (environment, data, versions); {} if no record is left."""
-    records = [
-        read_json(run_dir / "run.json") or {},
-        *(info.manifest for info in list_checkpoints(run_dir)[0]),
-    ]
-    return next((record for record in records if record.get("attempt") == attempt), {})
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
