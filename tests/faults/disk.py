@@ -232,7 +232,7 @@ def trainer(folder: Path) -> Iterator[Trainer]:
     import corpora
     import train  # noqa: F401 - here, so that the forks have it
     from gpt2lab.commands import train as _  # noqa: F401
-    from gpt2lab.tokenizers.opening import open_tokenizer
+    from gpt2lab.tokenizers.named import open_tokenizer
     from gpt2lab.training import pretrain  # noqa: F401
     from tiny import write_items
 

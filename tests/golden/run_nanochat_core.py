@@ -20,7 +20,7 @@ import torch
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.model.gpt import GPT, build_model
-from gpt2lab.tokenizers.opening import open_tokenizer
+from gpt2lab.tokenizers.named import open_tokenizer
 from own_tasks import write_bundle
 
 GAIN = 20.0  # spreads the scores, so that a wrong one would show; `mixing`: lets the context count

@@ -31,7 +31,7 @@ from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import open_tokenizer
+from gpt2lab.tokenizers.named import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
 from launch import ask, call
 from tiny import CONTEXT, flags_of, parse, pretrain, write_items

@@ -22,7 +22,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, check_least, option
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
-from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
+from gpt2lab.tokenizers.named import TOKENIZER, open_tokenizer
 
 if TYPE_CHECKING:
     from gpt2lab.config.schema import ModelName

@@ -14,7 +14,7 @@ from gpt2lab.config.flags import argument, option, required
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.gpt2 import CUTS
-from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
+from gpt2lab.tokenizers.named import TOKENIZER, open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
 
 _MOST_IDS = 10_000_000  # the library allocates memory for all of them first, and aborts without it

@@ -40,8 +40,9 @@ from gpt2lab.interop.token_files import DTYPES, SUFFIXES, Layout, Place, TokenFi
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer, record_of
-from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
+from gpt2lab.tokenizers.named import META_FILE, TOKENIZER, open_tokenizer, read_meta
+from gpt2lab.tokenizers.opening import record_of
+from gpt2lab.tokenizers.plain import CHARACTERS_FILE
 
 # One of these words in a file's name, delimited by other characters than letters and digits, tells its split.
 _WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
@@ -293,7 +294,7 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
         return open_tokenizer(typed, wanted.end_token)
     if (folder / META_FILE).exists() and files[0].layout == "raw":  # nanoGPT's characters
         with contextlib.suppress(DataError):
-            return read_characters(folder / META_FILE)
+            return read_meta(folder / META_FILE)
         return None
     if files[0].layout in ("npy", "raw") or all(file.tokenizer for file in files):
         return GPT2

@@ -1,10 +1,9 @@
-"""Which tokenizer a name, a file, a folder or a manifest means. No torch."""
+"""Which tokenizer a folder or a manifest means. No torch."""
 
 import contextlib
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt
 from gpt2lab.errors import DataError
 from gpt2lab.files import parse_json, read_regular
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
@@ -17,50 +16,10 @@ from gpt2lab.tokenizers.huggingface import (
     read_merges,
 )
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.plain import BYTES, CHARACTERS_FILE, META_FILE, read_characters
+from gpt2lab.tokenizers.plain import BYTES, CHARACTERS_FILE, read_characters
 
-_BUILT_IN: dict[str, Tokenizer] = {one.name: one for one in (GPT2, BYTES)}
+BUILT_IN: dict[str, Tokenizer] = {one.name: one for one in (GPT2, BYTES)}
 HF_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, VOCABULARY_FILE, MERGES_FILE)
-TOKENIZER = (
-    "gpt2 | bytes | a tokenizer.json, characters.json or nanoGPT's meta.pkl | a folder with one"
-)
-_LEARNED = "gpt2lab data tokenizer train SOURCE --out DIR, by --kind characters or bpe"
-
-
-def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer that a command line names: gpt2, bytes, or a file or folder.
-
-    `end_token`: the end-of-text token of a Hugging Face tokenizer; default the one that its folder or its vocabulary
-    names.
-
-    Raises: DataError.
-    """
-    if name in _BUILT_IN:
-        found = _BUILT_IN[name]
-    else:
-        path = Path(name).expanduser()
-        if not path.exists():
-            hint = fmt.did_you_mean(
-                name, _BUILT_IN, f"known: {TOKENIZER}; one of a text: {_LEARNED}"
-            )
-            raise DataError(f"{name}: no such tokenizer; {hint}")
-        found = _open(path, end_token)
-    if end_token is not None and end_token != found.end_token:
-        raise DataError(
-            f"{name}: its end-of-text token is {found.end_token}; leave out --end_token"
-        )
-    return found
-
-
-def _open(path: Path, end_token: str | None) -> Tokenizer:
-    if path.is_dir():
-        found = find_in(path, end_token)
-        if found is None:
-            raise DataError(f"{path}: holds no tokenizer: no {TOKENIZER_FILE}, {CHARACTERS_FILE}")
-        return found
-    if path.suffix == ".pkl" or path.name == CHARACTERS_FILE:
-        return read_characters(path)
-    return read_huggingface(path, end_token)
 
 
 def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
@@ -68,9 +27,8 @@ def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
 
     Raises: DataError if they cannot be used.
     """
-    for name in (CHARACTERS_FILE, META_FILE):
-        if (folder / name).exists():
-            return read_characters(folder / name)
+    if (folder / CHARACTERS_FILE).exists():
+        return read_characters(folder / CHARACTERS_FILE)
     if (folder / TOKENIZER_FILE).exists():
         return read_huggingface(folder / TOKENIZER_FILE, end_token or _end_token_of(folder))
     if (folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists():
@@ -80,12 +38,13 @@ def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
 
 def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
     """Return the tokenizer in a folder that has this hash, else the first; there may be files of two."""
-    for name in (CHARACTERS_FILE, META_FILE, TOKENIZER_FILE):
-        with contextlib.suppress(DataError):
-            if (folder / name).exists() and (
-                found := _open(folder / name, _end_token_of(folder))
-            ).hash == digest:
-                return found
+    path = folder / TOKENIZER_FILE
+    with contextlib.suppress(DataError):
+        if (
+            path.exists()
+            and (found := read_huggingface(path, _end_token_of(folder))).hash == digest
+        ):
+            return found
     return find_in(folder)
 
 
@@ -143,7 +102,7 @@ def of_record(record: Any, folder: Path, manifest: str) -> Tokenizer | None:
     name, digest = str(record["name"]), record.get("sha256")
     if name == UNKNOWN:
         return None
-    found = _BUILT_IN[name] if name in _BUILT_IN else _find_by_hash(folder, digest)
+    found = BUILT_IN[name] if name in BUILT_IN else _find_by_hash(folder, digest)
     if found is None:
         raise DataError(f"{folder}: the files of its tokenizer {name} are missing; restore them")
     if digest is not None and found.hash != digest:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import pickle
-import pickletools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,9 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHARACTERS_FILE = "characters.json"
-META_FILE = "meta.pkl"  # nanoGPT's
 _ANYWHERE = re.compile("")
-_LARGEST_FILE = 16 * 1024 * 1024
+LARGEST_FILE = 16 * 1024 * 1024
 _NUM_BYTES = 256
 
 
@@ -150,68 +146,28 @@ def characters_of(texts: Iterable[str]) -> CharactersTokenizer:
 
 
 def read_characters(path: Path) -> CharactersTokenizer:
-    """Read characters.json, or nanoGPT's meta.pkl, without running any code of it.
+    """Read characters.json.
 
-    Raises: DataError if it is neither.
+    Raises: DataError if it is another file.
     """
     with system_errors_as(DataError, path):
-        content = read_regular(path, at_most=_LARGEST_FILE, follow=True)
-    if path.suffix == ".pkl":
-        return _of_meta(content, path)
+        content = read_regular(path, at_most=LARGEST_FILE, follow=True)
     try:
         characters = json.loads(content)["characters"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a list of characters ({error!r})") from error
     if not isinstance(characters, str):
         raise DataError(f"{path}: `characters` is not text")
-    return _checked(list(characters), path)
+    return checked_characters(list(characters), path)
 
 
-def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
-    """Return the tokenizer of {"vocab_size": n, "itos": {id: character}, "stoi": {character: id}}."""
-    try:
-        _check(content)
-        meta = _DataOnly(io.BytesIO(content)).load()
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    except Exception as error:  # damaged pickles raise anything
-        raise DataError(f"{path}: not a pickle of nanoGPT ({error!r})") from error
-    itos: Any = meta.get("itos") if isinstance(meta, dict) else None
-    if not isinstance(itos, dict) or set(itos) != set(range(len(itos))):
-        raise DataError(f"{path}: no `itos` with the characters of ids 0, 1, 2, ...")
-    found = _checked([itos[id] for id in range(len(itos))], path)
-    stoi = {one: id for id, one in enumerate(found.characters)}
-    if (meta.get("vocab_size", len(stoi)), meta.get("stoi", stoi)) != (len(stoi), stoi):
-        raise DataError(f"{path}: vocab_size, itos and stoi contradict each other")
-    return found
+def checked_characters(characters: list[Any], path: Path) -> CharactersTokenizer:
+    """Return the tokenizer of the characters that a file lists.
 
-
-def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
+    Raises: DataError if they are not single, different characters.
+    """
     if not characters or not all(isinstance(one, str) and len(one) == 1 for one in characters):
         raise DataError(f"{path}: its ids are not single characters")
     if len(set(characters)) != len(characters):
         raise DataError(f"{path}: a character has two ids")
     return CharactersTokenizer(characters)
-
-
-def _check(content: bytes) -> None:
-    """Reject a pickle whose memo indices exceed its own length, or that has tuples.
-
-    The library would allocate memory for all indices, and hash a tuple of tuples for years.
-    """
-    for operation, argument, _ in pickletools.genops(content):
-        if operation.name in ("GLOBAL", "STACK_GLOBAL", "INST"):
-            return  # loading ends there
-        if operation.name.endswith("PUT") and int(argument or 0) > len(content):
-            raise DataError("its memo is larger than the file; not nanoGPT's")
-        if "TUPLE" in operation.name or operation.name == "FROZENSET":
-            raise DataError("holds tuples; nanoGPT's file holds only dicts, texts and numbers")
-
-
-class _DataOnly(pickle.Unpickler):
-    """Reads dicts, texts and numbers; a pickle that names anything that could be called is rejected."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise DataError(
-            f"rejected, because loading it would call {module}.{name}; nanoGPT's file holds only texts and numbers"
-        )

@@ -12,7 +12,8 @@ from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import huggingface
 from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN
-from gpt2lab.tokenizers.opening import of_record, open_tokenizer
+from gpt2lab.tokenizers.named import open_tokenizer
+from gpt2lab.tokenizers.opening import of_record
 
 GOOD = json.loads(train_bpe(["a few words for a few ids"], 258).tokenizer_json())
 END = GOOD["added_tokens"][0]

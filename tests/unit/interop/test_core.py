@@ -24,7 +24,7 @@ from gpt2lab.interop.core import measure_core, read_bundle
 from gpt2lab.interop.tasks import TaskResults
 from gpt2lab.report.page import render
 from gpt2lab.runs import history
-from gpt2lab.tokenizers.opening import open_tokenizer
+from gpt2lab.tokenizers.named import open_tokenizer
 from launch import SCRIPTS, TRAIN, ask, call
 from own_tasks import write_bundle
 from ranks import run_ranks

@@ -18,7 +18,8 @@ from gpt2lab.tokenizers.bpe import train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
 from gpt2lab.tokenizers.huggingface import of_json
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer, why_no_text
+from gpt2lab.tokenizers.named import open_tokenizer
+from gpt2lab.tokenizers.opening import find_in, of_record, why_no_text
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
 
 TEXTS = [
@@ -216,7 +217,7 @@ def test_nanogpts_characters_are_read(tmp_path):
     found = open_tokenizer(str(path))
     assert found.encode("abc!\n") == [3, 4, 5, 2, 0]
     assert (found.size, found.end_of_text) == (7, 6)
-    assert find_in(tmp_path) == found == CharactersTokenizer("\n !abc")
+    assert open_tokenizer(str(tmp_path)) == found == CharactersTokenizer("\n !abc")
 
 
 class Harmful:
@@ -276,8 +277,8 @@ def test_training_says_what_does_not_fit():
 
 def test_tokenizers_are_opened_without_torch():
     code = (
-        "import sys; from gpt2lab.tokenizers import opening, huggingface, plain; "
-        "opening.open_tokenizer('bytes'); "
+        "import sys; from gpt2lab.tokenizers import named; "
+        "named.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )
     launch.worked(launch.python("-c", code))
