@@ -27,12 +27,12 @@ from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.bpe import train_bpe
+from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.named import open_tokenizer
-from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 from launch import ask, call
 from tiny import CONTEXT, flags_of, parse, pretrain, write_items
 

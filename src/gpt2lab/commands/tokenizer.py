@@ -15,7 +15,7 @@ from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.gpt2 import CUTS
 from gpt2lab.tokenizers.named import TOKENIZER, open_tokenizer
-from gpt2lab.tokenizers.plain import BYTES, characters_of
+from gpt2lab.tokenizers.plain import BYTES
 
 _MOST_IDS = 10_000_000  # the library allocates memory for all of them first, and aborts without it
 _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
@@ -53,7 +53,7 @@ class Train:
         """Learn, write, and print what it is."""
         from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
-        from gpt2lab.tokenizers.bpe import train_bpe
+        from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 
         out = paths.from_working_directory(self.out)
         if out.exists():

@@ -1,10 +1,11 @@
-"""Train a byte-level BPE on texts. No torch."""
+"""Make a tokenizer of texts: train a byte-level BPE, or take their characters. No torch."""
 
 from collections.abc import Iterable
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.huggingface import of_json
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 SMALLEST = 257  # every byte and <|endoftext|>
 
@@ -40,3 +41,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"the text yields only {found.size:,} ids, not {vocab_size:,}; lower --vocab_size, or give more text"
         )
     return found
+
+
+def characters_of(texts: Iterable[str]) -> CharactersTokenizer:
+    """Return the tokenizer of all characters of some texts, in the order of their code points.
+
+    Raises: DataError if there are none.
+    """
+    found: set[str] = set()
+    for text in texts:
+        found.update(text)
+    if not found:
+        raise DataError("no characters: the texts are empty")
+    return CharactersTokenizer(sorted(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,19 +130,6 @@ def _table(characters: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     points = np.array([ord(one) for one in characters], dtype=np.uint32)
     order = np.argsort(points)
     return points[order], order.astype(np.uint32)
-
-
-def characters_of(texts: Iterable[str]) -> CharactersTokenizer:
-    """Return the tokenizer of all characters of some texts, in the order of their code points.
-
-    Raises: DataError if there are none.
-    """
-    found: set[str] = set()
-    for text in texts:
-        found.update(text)
-    if not found:
-        raise DataError("no characters: the texts are empty")
-    return CharactersTokenizer(sorted(found))
 
 
 def read_characters(path: Path) -> CharactersTokenizer:

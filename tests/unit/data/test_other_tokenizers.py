@@ -14,10 +14,10 @@ from gpt2lab.data.shards import TokenData, document_marks, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.bpe import train_bpe
+from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 # More ids than 16 bits hold; the letters of the text come last.

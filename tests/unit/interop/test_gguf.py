@@ -20,11 +20,11 @@ from gpt2lab.interop import gguf_file
 from gpt2lab.interop.gguf_file import export_gguf
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.bpe import train_bpe
+from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet
-from gpt2lab.tokenizers.plain import BYTES, characters_of
+from gpt2lab.tokenizers.plain import BYTES
 from launch import ask, rejected
 from tiny import flip_bit
 

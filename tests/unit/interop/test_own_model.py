@@ -28,10 +28,10 @@ from gpt2lab.model.hf_config import HF_CONFIG, read_hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_initial, load_weights
-from gpt2lab.tokenizers.bpe import train_bpe
+from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.plain import BYTES, characters_of
+from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask, rejected, worked

@@ -14,13 +14,13 @@ from tokenizers import models
 
 import launch
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.bpe import train_bpe
+from gpt2lab.tokenizers.bpe import characters_of, train_bpe
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
 from gpt2lab.tokenizers.huggingface import of_json
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.named import open_tokenizer
 from gpt2lab.tokenizers.opening import find_in, of_record, why_no_text
-from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 
 TEXTS = [
     "Hello, I'm a model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345",
