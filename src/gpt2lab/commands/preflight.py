@@ -102,7 +102,7 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         began = time.monotonic()
         loader = components.batches.loader
         batch = runtime.on_all_ranks(lambda: loader.fetch(components.state.samples))
-        runtime.on_all_ranks(loader.reader.wait_until_verified)
+        runtime.on_all_ranks(loader.reader.verifier.wait)
         read_seconds = time.monotonic() - began
     except GPT2LabError as error:
         return [*checks, _rejected(error)]

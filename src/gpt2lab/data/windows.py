@@ -35,7 +35,8 @@ class WindowReader:
         self, shards: tuple[Shard, ...], *, context_length: int, id_limit: int, verify: bool = False
     ) -> None:
         """`verify`: hash each shard in the background when it is first touched, and compare with shards.json."""
-        self._verifier = Verifier(shards) if verify else None
+        self.verifier = Verifier(shards if verify else ())
+        self._verifies = verify
         self.shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
@@ -53,8 +54,8 @@ class WindowReader:
         Raises: DataError naming the shard if it is gone, changed, damaged, or an id is out of range (on a GPU that
         would end in an assertion that names nothing).
         """
-        if self._verifier is not None:
-            self._verifier.enter(set(np.unique(shards).tolist()))
+        if self._verifies:
+            self.verifier.enter(set(np.unique(shards).tolist()))
         windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             begin, id_bytes, dtype = self._layout[shard]
@@ -75,32 +76,9 @@ class WindowReader:
             )
         return windows
 
-    def wait_until_verified(self) -> None:
-        """Return when all shards read so far are known to be undamaged.
-
-        Raises: DataError naming a damaged shard.
-        """
-        if self._verifier is not None:
-            self._verifier.wait()
-
-    def unverified(self) -> tuple[str, ...]:
-        """Return the names of the shards read so far that are not verified yet.
-
-        Raises: DataError naming a shard that turned out to be damaged.
-        """
-        return () if self._verifier is None else self._verifier.unverified()
-
-    def verify(self, names: tuple[str, ...]) -> None:
-        """Verify shards that a checkpoint of an earlier start rests on, in the background as all others."""
-        if self._verifier is not None:
-            for index, shard in enumerate(self.shards):
-                if shard.path.name in names:
-                    self._verifier.touch(index)
-
     def close(self) -> None:
         """Close all shards and stop verifying."""
-        if self._verifier is not None:
-            self._verifier.close()
+        self.verifier.close()
         _close(self._files)
 
     def _open(self, shard: int) -> int:
@@ -145,6 +123,12 @@ class Verifier:
         for index in sorted(shards - self._inside):
             self.touch(index)
         self._inside = shards
+
+    def verify(self, names: tuple[str, ...]) -> None:
+        """Touch shards that a checkpoint of an earlier start rests on."""
+        for index, shard in enumerate(self._shards):
+            if shard.path.name in names:
+                self.touch(index)
 
     def touch(self, index: int) -> None:
         """Queue a shard for verification if it is new and has a recorded hash; look whether a known one has changed.

@@ -145,7 +145,7 @@ class Validation:
                     found[:, rows], losses = self._measure_windows(rows, model, of_parts)
                     if kept is not None:
                         kept[start : start + self._batch_size] = losses
-        self._reader.wait_until_verified()  # a damaged shard raises an error here
+        self._reader.verifier.wait()  # a damaged shard raises an error here
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
         of_parts = np.sum(self._runtime.gather(of_parts), axis=0)

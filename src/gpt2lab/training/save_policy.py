@@ -106,7 +106,7 @@ class SavePolicy:
             self.steps.record_complete(patience)
             if self.saved_step == self.state.step and self.saver.has(self.state.step):
                 return True
-            unverified = self.loader.reader.unverified()
+            unverified = self.loader.reader.verifier.unverified()
         except (DataError, RuntimeError):  # RuntimeError: of the device
             return False
         state = dataclasses.replace(self.state, unverified=unverified)
@@ -118,12 +118,12 @@ class SavePolicy:
         A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
         which the resume verifies before its first save.
         """
-        reader = self.loader.reader
+        verifier = self.loader.reader.verifier
         names: tuple[str, ...] = ()
         if may_wait:
-            self.runtime.on_all_ranks(reader.wait_until_verified)
+            self.runtime.on_all_ranks(verifier.wait)
         else:
-            of_ranks = self.runtime.gather(self.runtime.on_all_ranks(reader.unverified))
+            of_ranks = self.runtime.gather(self.runtime.on_all_ranks(verifier.unverified))
             names = tuple(sorted(set().union(*of_ranks)))
         self.steps.state = dataclasses.replace(self.state, unverified=names)
         if names:

@@ -155,14 +155,14 @@ def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(tm
     right = hashlib.sha256(b"tokens").hexdigest()
     shards = tuple(Shard(path, 3, 0, sha256=right) for path in paths)
     reader = WindowReader(shards, context_length=1, id_limit=VOCAB, verify=True)
-    reader.verify(("b.npy",))
-    reader.wait_until_verified()
-    assert reader.unverified() == ()
+    reader.verifier.verify(("b.npy",))
+    reader.verifier.wait()
+    assert reader.verifier.unverified() == ()
     reader.close()
     paths[1].write_bytes(b"others")
-    reader.verify(("b.npy",))
+    reader.verifier.verify(("b.npy",))
     with pytest.raises(DataError, match=r"b\.npy: damaged"):
-        reader.wait_until_verified()
+        reader.verifier.wait()
     reader.close()
 
 
@@ -214,7 +214,7 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     reader = WindowReader((shard,), context_length=T, id_limit=VOCAB, verify=verify)
     first, last = np.array([0]), np.array([90_000])
     assert reader.read(first, last).shape == (1, T + 1)
-    reader.wait_until_verified()
+    reader.verifier.wait()
     for size in (128 + 2 * 90_000 + 2 * T, 10_000):  # bytes: without an id of the window, or all
         os.truncate(shard.path, size)
         assert reader.read(first, first).shape == (1, T + 1)
@@ -223,7 +223,7 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path, verify):
     if verify:
         said = r"changed while training \(10000 bytes, 200128 before\)"
         with pytest.raises(DataError, match=said):
-            reader.wait_until_verified()
+            reader.verifier.wait()
     reader.close()
 
 

@@ -411,7 +411,7 @@ def test_a_file_that_changed_since_is_named(tmp_path, name):
     reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257, verify=True)
     reader.read(np.array([0]), np.array([0]))
     with pytest.raises(DataError, match=f"{path.name}: damaged"):
-        reader.wait_until_verified()
+        reader.verifier.wait()
     reader.close()
     path.write_bytes(whole[:-2])
     with pytest.raises(DataError, match=f"{path.name}: .*truncated"):
