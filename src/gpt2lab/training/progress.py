@@ -111,12 +111,12 @@ class Progress:
         step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
         return 1.5 * (num_steps * step + save)
 
-    def remaining_interval(self, step: int) -> Interval | None:
-        """Return the seconds left after `step`, None before there is a pace."""
+    def remaining_interval(self, step: int, *, is_measured: bool = True) -> Interval | None:
+        """Return the seconds left after `step`, and after what is due there if that is done; None without a pace."""
         pace = self.pace()
         if pace is None:
             return None
-        events = self.events_left(step)
+        events = self.events_left(step if is_measured else step - 1)
         around = _EVENT_SPREAD * events
         left = Interval(events, max(0.0, events - around), events + around)
         return total([pace.scaled(self.last_step - step), left])

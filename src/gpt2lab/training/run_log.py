@@ -56,7 +56,8 @@ class StepLog:
         step, tokens = state.step, self._start.plan.batch.tokens
         rate, flops = tokens / seconds, self._start.plan.flops_per_token
         mfu = rate * flops / self._peak_flops if self._peak_flops else None
-        left, order = self._clock.progress.remaining_interval(step), self._order
+        left = self._clock.progress.remaining_interval(step, is_measured=False)
+        order = self._order
         passes = {}  # over each source of a mixture, up to the end of the batch
         if isinstance(order, Mixture):
             passes["epochs_by_source"] = order.epochs_before(batch.first_sample + batch.samples)

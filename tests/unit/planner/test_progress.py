@@ -41,6 +41,8 @@ def test_nothing_is_predicted_before_there_is_a_pace():
         assert seconds_left(progress, step) is None, "the first two steps warm up"
     progress.record_step(1.0)
     assert seconds_left(progress, 3) == pytest.approx(7 * 1.0 + 2 * 3.0)
+    ahead = [progress.remaining_interval(step, is_measured=False).value for step in (3, 5, 10)]
+    assert ahead == pytest.approx([7 * 1.0 + 2 * 3.0, 5 * 1.0 + 2 * 3.0, 3.0])
 
 
 def test_pace_follows_the_most_recent_steps():
