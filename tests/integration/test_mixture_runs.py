@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gpt2lab.data.mixture import check_epochs
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
+from gpt2lab.runs.summary import describe_run
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
 from tiny import TINY, VOCAB, flip_bit, parse, pretrain, resolved, write_shards
 
@@ -194,6 +196,13 @@ def test_curves_and_report_have_a_line_for_each_source(straight):
     assert "on easy+hard+late" in page
     log = (straight / "log.txt").read_text()
     assert "mixture from step 14: 0.00% easy, 20.00% hard, 80.00% late" in log
+
+
+def test_the_summary_gives_each_source_s_epochs_at_its_evaluation(data, tmp_path):
+    run = train(data, tmp_path, "run", "--stop_after_steps=20")
+    passes = launch.steps(run)[12]["epochs_by_source"]  # --eval_freq 12
+    for name in NAMES:
+        assert re.search(rf"{name} .* after {passes[name]:.2f} epochs", describe_run(run))
 
 
 def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(data, tmp_path):

@@ -70,7 +70,7 @@ def _losses(log: Log) -> list[tuple[str, str]]:
         rows.append(("validation loss", text))
         if log.average_loss is not None:
             rows.append(("", f"{fmt.number(log.average_loss)} with the mean of the last weights"))
-        epochs = last.get("epochs_by_source", {}) if last else {}
+        epochs = (log.step(final["step"]) or {}).get("epochs_by_source", {})
         rows += [
             ("", f"{name:<15} {fmt.number(loss)} after {epochs.get(name, 0.0):.2f} epochs")
             for name, loss in (final.get("val_loss_by_source") or {}).items()
