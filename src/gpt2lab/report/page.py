@@ -160,7 +160,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
 
 
 def _sources(log: Log) -> list[tuple[Any, ...]]:
-    """Return (name, share of the samples, epochs, validation loss, standard error) of each source of a mixture."""
+    """Return (name, weight now, epochs, validation loss, standard error) of each source of a mixture."""
     evals, mixtures = log.current("eval"), log.current("mixture")
     epochs = (log.last_step() or {}).get("epochs_by_source")
     if not mixtures or epochs is None:  # no mixture, or none any more
