@@ -205,6 +205,8 @@ def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
     bounds, note = (span["low_hours"], span["high_hours"]), "" if actual else "so far"
+    if actual and actual.get("time_accuracy") is None:
+        note = "forecast of another length, or without CORE"
     rows.append(("time", _hours, span["estimated_hours"], bounds, hours, note))
     if rate.get("value") is not None:
         median = float(np.nanmedian(log.column("tokens_per_second")))

@@ -302,6 +302,9 @@ def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir):
     (run_dir / "estimate.json").write_text(json.dumps(document))
     (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))  # without `done`
     assert re.search(r"time \S+ .*? so far tokens/s", text_of(render(run_dir)))
+    document["actual"] = {"hours": 1.0, "time_accuracy": None}
+    (run_dir / "estimate.json").write_text(json.dumps(document))
+    assert re.search(r"time \S+ .*? or without CORE tokens/s", text_of(render(run_dir)))
     begin = next(i for i, line in enumerate(lines) if '"begin"' in line)
     (run_dir / "metrics.jsonl").write_text("".join(lines[: begin + 1]))
     assert "No step was taken." in render(run_dir)
