@@ -29,7 +29,7 @@ from tiny import CONTEXT, VOCAB, flags_of, parse, pretrain, write_inputs
 def folder(tmp_path_factory) -> Path:
     """Return a folder with the runs `big` (GPT-2's vocabulary, padded) and `small` (256 ids); treat as read-only."""
     folder = write_inputs(tmp_path_factory.mktemp("export"), items=20)
-    pretrain(parse(flags_of(folder, "big", "--dropout=0.1")))
+    pretrain(parse(flags_of(folder, "big", "--dropout=0.1", "--hellaswag_metrics=harness")))
     pretrain(parse(flags_of(folder, "small", f"--vocab_size={VOCAB}")))
     (folder / "runs" / "small" / "estimate.json").unlink()
     hours = {"estimated_hours": 1.0, "low_hours": 0.5, "high_hours": 2.0}
@@ -135,7 +135,7 @@ def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):
     card = (tmp_path / "x" / "README.md").read_text()
     loss, scores = (events(folder / "runs" / "big", kind)[-1] for kind in ("eval", "hellaswag"))
     assert f"{loss['val_loss']:.4f} +- {loss['val_loss_se']:.4f} nats/token" in card
-    assert f"acc_norm {scores['acc_norm']:.4f} +- {scores['acc_norm_se']:.4f}" in card
+    assert f"acc_norm {scores['acc_norm']:.4f} +- {scores['acc_norm_se']:.4f} on 20 items" in card
     assert "256 in 4 steps of 64" in card
     assert "| training data | `data`, fingerprint `" in card
     assert "planned 1h 00m (30m 00s ... 2h 00m), actual 1h 30m" in card
