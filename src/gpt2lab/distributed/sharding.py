@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpt2lab.config.derived import BUCKET_BYTES
+from gpt2lab.errors import ConfigError
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon, orthogonalize
 
@@ -303,8 +304,9 @@ def _owners(groups: list[dict[str, Any]], world_size: int) -> dict[nn.Parameter,
 
 
 def sharded(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> torch.optim.Optimizer:
-    """Return the same optimizer, fresh and of sharded weights, over this rank's rows."""
+    """Return the same optimizer, fresh and of sharded weights, over this rank's rows; ConfigError if none can be."""
     if isinstance(optimizer, Muon):
         return ShardedMuon(optimizer.param_groups, mesh, even_rows=optimizer.even_rows)
-    assert isinstance(optimizer, torch.optim.AdamW)
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError(f"parallel fsdp: no sharded form of {type(optimizer).__name__}; use ddp")
     return ShardedAdamW(optimizer.param_groups)
