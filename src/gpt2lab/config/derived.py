@@ -179,14 +179,13 @@ def count_due(step: int, freq: int, last: int) -> int:
 
 
 def frequencies(config: Config) -> dict[str, int]:
-    """Return the steps between events of each kind; 0 = only after the last step."""
-    freqs = {
-        "eval": config.eval.eval_freq,
-        "sample": config.eval.sample_freq,
-        "checkpoint": config.checkpoint.checkpoint_freq,
-    }
+    """Return the steps between events of each kind, in the order of those of one step; 0 = only after the last."""
+    freqs = {"eval": config.eval.eval_freq}
     if config.eval.hellaswag_path is not None:
         freqs["hellaswag"] = config.eval.hellaswag_freq
     if config.eval.core is not None:
         freqs["core"] = config.eval.core_freq
-    return freqs
+    return freqs | {
+        "sample": config.eval.sample_freq,
+        "checkpoint": config.checkpoint.checkpoint_freq,
+    }

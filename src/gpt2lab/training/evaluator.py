@@ -50,9 +50,9 @@ class Evaluator:
         return f"step {state.step}/{self.progress.last_step}"
 
     def is_possible(self, name: str) -> bool:
-        """Tell whether this run can measure `eval`, `hellaswag`, `core` or `sample`."""
+        """Tell whether this run can measure `eval`, `hellaswag`, `core` or `sample`; a checkpoint is not measured."""
         needs = {"hellaswag": self.hellaswag, "core": self.core, "sample": self.tokenizer}
-        return needs.get(name, True) is not None
+        return name == "eval" or needs.get(name) is not None
 
     @contextlib.contextmanager
     def weights(self, state: TrainState, use: str) -> Iterator[GPT]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.config.derived import is_due
+from gpt2lab.config.derived import frequencies, is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.errors import (
     FolderLostError,
@@ -176,15 +176,9 @@ class Trainer:
 
     def due_after_step(self) -> tuple[str, ...]:
         """Name what is to be measured after the step just done; before the first step, the validation loss."""
-        step, config = self.state.step, self.config.eval
+        step, freqs = self.state.step, frequencies(self.config)
         if step == 0:
             return ("eval",)
-        freqs = {
-            "eval": config.eval_freq,
-            "hellaswag": config.hellaswag_freq,
-            "core": config.core_freq,
-            "sample": config.sample_freq,
-        }
         due = [name for name, freq in freqs.items() if is_due(step, freq, self.last_step)]
         return tuple(name for name in due if self.evaluator.is_possible(name))
 
