@@ -114,7 +114,7 @@ def test_lists_and_reports_draw_the_tree(trunk):
     assert lines[0] == "tiny"
     assert "├── first @8" in lines
     assert "@12" in next(line for line in lines if "second" in line)
-    listed = launch.call("runs list", f"--checkpoint_dir={trunk.path.parent}").stdout
+    listed = launch.call("runs list", trunk.path).stdout
     for text in (listed, html.unescape(render(trunk.path)), html.unescape(render(found.path))):
         assert "\n".join(lines) in text
 

@@ -64,7 +64,7 @@ class List(WithJson, AmongRuns):
             if self.verify:
                 print(f"  every byte of {count} read, hashes match")
             print()
-        if tree := lineage(checkpoint_dir, of=self.run):
+        if tree := lineage(checkpoint_dir, of=self.run and runs[0].name):
             print("\n".join(["branches", *tree]))
         return code
 
