@@ -112,7 +112,9 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
         f"speed        {speed}",
     ]
     if remaining.step >= remaining.last_step:
-        lines.append("remaining    nothing: the run is complete")
+        ended = remaining.log.has_ended
+        what = "nothing: the run is complete" if ended else "what follows the last step"
+        lines.append(f"remaining    {what}")
         if remaining.actual and remaining.actual.get("time_accuracy") is not None:
             lines.append(f"forecast     {describe_actual(remaining.actual)}")
         return "\n".join(lines)

@@ -248,6 +248,10 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsy
     assert "75%" in shown
     estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
     assert set(KEYS) <= set(json.loads(capsys.readouterr().out))
+    log = (a_run / "metrics.jsonl").read_text().replace('"max_steps": 1000', '"max_steps": 500')
+    (a_run / "metrics.jsonl").write_text(log)
+    text = remaining.describe_remaining(remaining.estimate_remaining(a_run), 0.0)
+    assert "what follows the last step" in text, "no `done`: the last evaluations are missing"
 
 
 @pytest.mark.parametrize(
