@@ -30,9 +30,9 @@ def run(tiny_run) -> Run:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_run) -> Callable[[int], Run]:
-    """Return a function from a world size to its run that was never stopped."""
-    return functools.cache(lambda world: tiny_run(world=world, **WHOLE))
+def reference(tiny_run) -> Callable[..., Run]:
+    """Return a function from a world size and settings to their run that was never stopped."""
+    return functools.cache(lambda world, **more: tiny_run(world=world, **WHOLE, **more))
 
 
 def from_steps(run: Run) -> list[int]:
@@ -40,17 +40,23 @@ def from_steps(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "cut"),
+    ("world", "cut", "settings"),
     [
-        (1, ACROSS_EPOCH),
-        pytest.param(1, MID_SHARD, marks=pytest.mark.slow),
-        pytest.param(2, SHARD_END, marks=pytest.mark.slow),
+        (1, ACROSS_EPOCH, {}),
+        (1, SHARD_END, {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((1, MID_SHARD, {}), (2, SHARD_END, {}), (1, MID_SHARD, {"dropout": 0.2})),
+                (1, SHARD_END, {"model": "speedrun"}),
+            )
+        ),
     ],
 )
-def test_kill_and_resume_is_bit_identical(world, cut, reference, run):
-    """Killed just before step `cut + 1` and resumed: every loss and the final weights are the same bits."""
-    expected = reference(world)
-    run.flags += flags_for(**WHOLE)
+def test_kill_and_resume_is_bit_identical(world, cut, settings, reference, run):
+    """Killed just before step `cut + 1` and resumed: every loss, weight and moment is the same bits."""
+    expected = reference(world, **settings)
+    run.flags += flags_for(**WHOLE, **settings)
     run.killed(f"step:kill9@{cut + 1}", world=world)
     assert max(run.losses()) == cut
     run.train("--resume=latest", world=world)
@@ -109,15 +115,6 @@ def test_compiled_steps_on_many_threads_resume_bit_identically(tiny_run, tmp_pat
     assert launch.train([*run.flags, "--resume=1"], OMP_NUM_THREADS="2").returncode == 0
     assert from_steps(run) == [1]
     assert run.bits() == bits
-
-
-@pytest.mark.slow
-def test_dropout_resumes_bit_identically_too(tiny_run, run):
-    settings = {"dropout": 0.2, "max_steps": 12, "eval_freq": 5, "checkpoint_freq": 1}
-    run.flags += flags_for(**settings)
-    run.killed("step:kill9@7")
-    run.train("--resume=latest")
-    assert run.bits() == tiny_run(**settings).bits()
 
 
 @pytest.mark.slow

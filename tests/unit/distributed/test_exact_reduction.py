@@ -14,9 +14,12 @@ def alone(tiny_run) -> Run:
     return tiny_run(**SHAPE)
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_any_number_of_processes_gives_the_bits_of_one(world, alone, tiny_run):
-    assert tiny_run(world=world, dropout=0, **EXACT).bits() == alone.bits()
+@pytest.mark.parametrize(
+    ("world", "mode"),
+    [(1, "ddp"), (4, "ddp"), pytest.param(2, "zero1", marks=pytest.mark.slow)],
+)
+def test_any_number_of_processes_gives_the_bits_of_one(world, mode, alone, tiny_run):
+    assert tiny_run(world=world, dropout=0, parallel=mode, **EXACT).bits() == alone.bits()
 
 
 def test_row_22_elastic_resumes_keep_every_bit(alone, tiny_run):

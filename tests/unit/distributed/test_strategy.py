@@ -96,13 +96,6 @@ def test_speedrun_trains_alike_in_every_mode(world, how, speedrun, run):
 
 
 @pytest.mark.slow
-def test_speedrun_is_resumed_bit_by_bit(speedrun, run):
-    run.killed("step:kill9@8", "--model=speedrun")
-    run.train("--resume=latest")
-    assert run.bits() == speedrun.bits()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_zero1_trains_as_ddp_bit_by_bit(optimizer, by_two):
     """The update of a number, or of a matrix, needs no other one, so who makes it cannot matter."""
@@ -224,14 +217,6 @@ def test_evaluation_hellaswag_and_samples_are_those_of_one_process(tiny_run, tmp
             for key in keys:
                 expected = theirs[key] if key == "text" else pytest.approx(theirs[key], rel=1e-5)
                 assert mine[key] == expected, (kind, key)
-
-
-@pytest.mark.slow
-def test_exact_reduction_keeps_its_promise_under_zero1(tiny_run):
-    one, two = (tiny_run(*HOW, "--reduce=exact", "--mini_batch_size=1") for _ in range(2))
-    one.train()
-    two.train("--parallel=zero1", world=2)
-    assert one.bits()[1] == two.bits()[1]
 
 
 @pytest.mark.slow

@@ -194,14 +194,6 @@ def run(tiny_run) -> Run:
     return tiny_run(*flags_for(**HOW))
 
 
-def test_kill_and_resume_is_bit_identical(straight, run):
-    run.killed("step:kill9@8")
-    run.train("--resume=latest")
-    [event] = run.events("resume")
-    assert (event["from_step"], event["level"]) == (7, "bit-identical")
-    assert run.bits() == straight.bits()
-
-
 @pytest.mark.slow
 def test_two_processes_learn_the_same_and_one_goes_on(straight, run):
     run.train("--stop_after_steps=6", world=2)
