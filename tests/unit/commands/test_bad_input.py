@@ -158,7 +158,12 @@ CASES = {
     "folder that is not there": Case(["--resume=runs/x/step_00000005"]),
     "step that is damaged": Case(["--resume=5"], _damage_checkpoint),
     "stop at a step already done": Case(["--resume=latest", "--stop_after_steps=5"], AT_STEP_5),
-    "another architecture": Case(["--resume=latest", "--n_layer=3"], AT_STEP_5),
+    "another architecture": Case(
+        ["--resume=latest", "--n_layer=3", "--allow_change=n_layer,n_embd"], AT_STEP_5
+    ),
+    "another shape": Case(
+        ["--resume=latest", "--n_embd=48", "--vocab_size=300", "--context_length=8"], AT_STEP_5
+    ),
     "another rate": Case(["--resume=latest", "--max_lr=0.5"], AT_STEP_5),
     "a longer run": Case(["--resume=latest", "--max_steps=30"], AT_STEP_5, flags=ENDLESS),
     "other data": Case(["--resume=latest"], _other_data),

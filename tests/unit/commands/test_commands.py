@@ -27,7 +27,7 @@ from gpt2lab.config.settings import LEAVES
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
 from launch import SCRIPTS, TRAIN, call
-from tiny import CONTEXT, TRAIN_SHARDS, write_shards
+from tiny import CONTEXT, TINY, TRAIN_SHARDS, write_shards
 from whole_run import facts_of
 
 
@@ -65,26 +65,22 @@ def workplace(tmp_path) -> Path:
     return tmp_path
 
 
-TINY = [
-    *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}"),
-    *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2", "--run_name=t"),
-]
-
+NAMED = [*TINY, "--run_name=t"]
 QUICK = {
     "help": ["--help"],
     "list": ["--list_checkpoints", "--checkpoint_dir=runs"],
     "list json": ["--list_checkpoints", "--json", "--checkpoint_dir=runs"],
-    "dry run": ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
-    "dry run json": ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
+    "dry run": ["--dry_run", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"],
+    "dry run json": ["--dry_run", "--json", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"],
     "rejected flag": ["--num_layers=3"],
     "rejected setting": ["--max_lr=nan"],
-    "rejected plan": ["--dry_run", *TINY, "--data_dir=nowhere"],
-    "rejected start": [*TINY, "--data_dir=nowhere"],
-    "rejected search": [*TINY, "--data_dir=d", "--max_lr=nan", "--mini_batch_size=auto"],
-    "rejected width": [*TINY, "--data_dir=d", "--n_embd=1000000"],
-    "rejected run": [*TINY, "--data_dir=d", "--checkpoint_dir=runs", "--resume=latest"],
-    "rejected file": [*TINY, "--data_dir=d", "--import_checkpoint=nosuch.pt"],
-    "rejected device": [*TINY, "--data_dir=d", "--checkpoint_dir=runs", "--device=cuda"],
+    "rejected plan": ["--dry_run", *NAMED, "--data_dir=nowhere"],
+    "rejected start": [*NAMED, "--data_dir=nowhere"],
+    "rejected search": [*NAMED, "--data_dir=d", "--max_lr=nan", "--mini_batch_size=auto"],
+    "rejected width": [*NAMED, "--data_dir=d", "--n_embd=1000000"],
+    "rejected run": [*NAMED, "--data_dir=d", "--checkpoint_dir=runs", "--resume=latest"],
+    "rejected file": [*NAMED, "--data_dir=d", "--import_checkpoint=nosuch.pt"],
+    "rejected device": [*NAMED, "--data_dir=d", "--checkpoint_dir=runs", "--device=cuda"],
 }
 
 
@@ -184,7 +180,7 @@ def test_listing_from_a_foreign_folder_shows_what_is_there(workplace):
 
 
 def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace):
-    argv = ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
+    argv = ["--dry_run", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"]
     answer = call(TRAIN, *argv, folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert "runs/t" in answer.stdout
@@ -195,7 +191,7 @@ def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace):
 
 
 def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace):
-    argv = ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
+    argv = ["--dry_run", "--json", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"]
     answer = call(TRAIN, *argv, folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout.count("\n") == 1

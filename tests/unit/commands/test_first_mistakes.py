@@ -104,15 +104,6 @@ def test_a_rejection_of_a_device_or_a_task_does_not_wait_for_torch(typed, tiny_r
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
-@pytest.mark.parametrize("script", ["sample.py", "chat", "evaluate.py", "export_hf.py"])
-def test_neither_does_one_of_a_model_that_is_not_there(place, tmp_path, script):
-    (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
-    more = {"sample.py": ["--prompt=a"], "export_hf.py": [f"--out={tmp_path / 'out'}"]}
-    words = ["hf:nosuch/nosuch", *more.get(script, [])]
-    done = launch.script(script, *words, PYTHONPATH=f"{tmp_path}:{TRAIN.parent}")
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-
-
 @pytest.mark.parametrize(
     ("width", "says"),
     [

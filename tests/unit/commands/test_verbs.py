@@ -15,7 +15,7 @@ from gpt2lab.commands.verbs import VERBS
 from gpt2lab.config.flags import flags_of
 from gpt2lab.errors import ConfigError
 from launch import REPOSITORY, SCRIPTS
-from tiny import CONTEXT, write_shards
+from tiny import TINY, write_shards
 
 SOURCE = REPOSITORY / "src"
 UNION = {"data", "ladder", "runs", "data tokenizer", "benchmark"}  # their verbs have the flags
@@ -78,14 +78,6 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(verb, capsys, monkeypatch)
 @pytest.mark.parametrize("verb", ["train", "data show", "runs list"])
 def test_help_and_a_verb_are_the_help_of_the_verb(verb, capsys):
     assert shown(capsys, "help", *verb.split()) == shown(capsys, *verb.split(), "--help")
-
-
-def test_the_help_of_a_verb_within_a_verb(capsys):
-    text = shown(capsys, "data", "show", "--help")
-    assert text.startswith("usage: gpt2lab data show RUN [flags]\n")
-    assert "  gpt2lab data show RUN --step 100 --text\n" in text
-    flags = set(re.findall(r"^  --(\w+)", text, flags=re.M))
-    assert flags == {"checkpoint_dir", "data_dir", "step", "text"}
 
 
 def test_arguments_come_before_flags(capsys):
@@ -182,7 +174,9 @@ def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(typed, wordin
         *("--help", "train --help", "status", "runs list", "trian", "sample --qqq"),
         *("serve --help", "doctor --help", "doctor", "list", "serve x --port=-1"),
         *("train --max_lr=nan", "train --data_dir=nosuch", "train --preflight --n_layr=1"),
-        *("evaluate --batch_size=0 x", "sample 'nosuch run' --prompt=a"),
+        *("evaluate --batch_size=0 x", "sample 'nosuch run' --prompt=a", "chat hf:nosuch/nosuch"),
+        *("sample hf:nosuch/nosuch --prompt=a", "evaluate hf:nosuch/nosuch"),
+        "export hf:nosuch/nosuch --out=y",
     ],
 )
 def test_what_answers_or_rejects_at_once_never_imports_torch(typed, tmp_path):
@@ -200,11 +194,7 @@ def test_what_answers_or_rejects_at_once_never_imports_torch(typed, tmp_path):
 
 def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
     write_shards(tmp_path / "d", train=(400, 300), val=(150,))
-    flags = [
-        *("--n_layer=1", "--n_head=1", "--n_embd=8", f"--context_length={CONTEXT}"),
-        *("--max_steps=2", "--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2"),
-        *("--data_dir=d", "--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32"),
-    ]
+    flags = [*TINY, "--max_steps=2", "--data_dir=d", "--checkpoint_dir=runs", "--run_name=r"]
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     launch.worked(launch.python(*command, "-m", "gpt2lab.train", *flags, folder=tmp_path))
     assert set(launch.steps(tmp_path / "runs" / "r")) == {1, 2}
