@@ -112,10 +112,9 @@ def straight(tiny_data, tmp_path_factory) -> Run:
 def stopped_and_resumed(tiny_data, tmp_path_factory) -> Path:
     """Return a run of 12 steps that was stopped after 7 and resumed from step 4 to its end; treat as read-only."""
     runs = tmp_path_factory.mktemp("runs")
-    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--vocab_size=256"]
-    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--device=cpu"]
-    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r", "--dtype=fp32"]
-    flags += ["--max_steps=12", "--eval_freq=4", "--checkpoint_freq=4", "--compile=off"]
+    flags = [*TINY, "--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--run_name=r"]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}"]
+    flags += ["--max_steps=12", "--eval_freq=4", "--checkpoint_freq=4"]
     pretrain(parse([*flags, "--stop_after_steps=7"]))
     pretrain(parse([*flags, "--resume=4"]))
     return runs / "r"

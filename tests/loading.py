@@ -1,4 +1,4 @@
-"""A loader of GPT-2's windows over given shards."""
+"""A loader over given shards; of GPT-2's windows unless it is told otherwise."""
 
 import torch
 
@@ -12,9 +12,17 @@ T = 1024
 
 
 def loader_over(
-    shards: tuple[Shard, ...], *, samples: int, shuffle: Shuffle = "shards", verify: bool = False
+    shards: tuple[Shard, ...],
+    *,
+    samples: int,
+    shuffle: Shuffle = "shards",
+    verify: bool = False,
+    context_length: int = T,
+    id_limit: int = 50257,
 ) -> Loader:
-    order = Order([s.tokens for s in shards], context_length=T, shuffle=shuffle, seed=1)
-    reader = WindowReader(shards, context_length=T, id_limit=50257, verify=verify)
-    plan = BatchPlan(samples, 16, samples // 16, 1, T)
+    how = {"context_length": context_length}
+    order = Order([s.tokens for s in shards], shuffle=shuffle, seed=1, **how)
+    reader = WindowReader(shards, id_limit=id_limit, verify=verify, **how)
+    micro = min(16, samples)
+    plan = BatchPlan(samples, micro, samples // micro, 1, context_length)
     return Loader(order, reader, plan, rank=0, device=torch.device("cpu"))

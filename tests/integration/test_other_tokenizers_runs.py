@@ -23,6 +23,7 @@ from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare.pipeline import learning_texts
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.verify import measure
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.runs.target import find_target
@@ -176,6 +177,9 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     done = call("data", "import", folder)
     assert (done.returncode, "train with: " in done.stdout) == (0, True)
     assert "no end of text" not in done.stderr
+    adopted = open_data(folder, vocab_size=128)
+    assert adopted.tokenizer == CharactersTokenizer(characters)
+    assert measure(folder)["val"].text_bytes == len(text)
     (folder / "meta.pkl").rename(folder / "other.pkl")
     done = call("data", "import", folder, f"--out={tmp_path / 'as_gpt2'}")
     assert "warning: no end of text of gpt2" in done.stderr

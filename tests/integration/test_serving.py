@@ -12,7 +12,6 @@ import openai
 import pytest
 
 import browser
-import launch
 import served
 from ecosystem import works_with
 
@@ -82,16 +81,6 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone(client, address):
     assert len(set(alone)) == 16
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(ask, range(16))) == alone
-
-
-def test_a_taken_port_is_one_line_with_the_fix(address):
-    port = address.rpartition(":")[2]
-    done = launch.script("serve", "tuned", "--port", port)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another, "
-        f"such as --port {int(port) + 1}\n"
-    )
 
 
 def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs):

@@ -14,18 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from corpora import snapshot
-from gpt2lab.config.derived import BatchPlan
-from gpt2lab.data.loader import Loader
-from gpt2lab.data.order import Order
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS
-from gpt2lab.data.shards import TokenData, open_data, open_shard
+from gpt2lab.data.shards import open_data, open_shard
 from gpt2lab.data.verify import verify
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from loading import loader_over
 from tiny import CONTEXT, VOCAB, write_shards
 
 
@@ -203,12 +200,7 @@ def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path):
     reader.close()
 
 
-def loader_over(data: TokenData, *, samples: int = 8, id_limit: int = VOCAB) -> Loader:
-    tokens = [shard.tokens for shard in data.splits["train"]]
-    order = Order(tokens, context_length=CONTEXT, shuffle="none", seed=1)
-    reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=id_limit)
-    plan = BatchPlan(samples, samples, 1, 1, CONTEXT)
-    return Loader(order, reader, plan, rank=0, device=torch.device("cpu"))
+by_eight = partial(loader_over, samples=8, shuffle="none", context_length=CONTEXT)
 
 
 def test_a_shard_damaged_after_it_was_opened_is_named_in_the_step_that_needs_it(prepared):
@@ -217,7 +209,7 @@ def test_a_shard_damaged_after_it_was_opened_is_named_in_the_step_that_needs_it(
     with open(shard.path, "r+b") as file:  # as a failing disk would: after the manifest was checked
         file.seek(shard.offset + 2 * (3 * 8 * CONTEXT + 40))  # in the fourth batch of 8 windows
         file.write((60_000).to_bytes(2, "little"))
-    batches = loader_over(data, id_limit=NUM_TOKENS).batches(0)
+    batches = by_eight((shard,)).batches(0)
     assert [next(batches).first_sample for _ in range(3)] == [0, 8, 16]
     with pytest.raises(DataError, match=rf"{shard.path.name}: token id 60000 .*below 50257"):
         next(batches)
@@ -233,7 +225,7 @@ def test_the_prefetching_thread_ends_when_the_stream_is_closed(tmp_path, taken, 
         tokens[2 * 8 * CONTEXT + 20] = 999  # in the third batch
         np.save(path, tokens)
     before = set(threading.enumerate())
-    batches = loader_over(data).batches(0)
+    batches = by_eight(data.splits["train"], id_limit=VOCAB).batches(0)
     for _ in range(taken):
         next(batches)
     (thread,) = set(threading.enumerate()) - before
@@ -246,7 +238,7 @@ def test_the_prefetching_thread_ends_when_the_stream_is_closed(tmp_path, taken, 
 
 
 def test_batches_are_read_ahead_and_never_more_than_asked_for_plus_two(tiny_data):
-    loader = loader_over(open_data(tiny_data, vocab_size=VOCAB))
+    loader = by_eight(open_data(tiny_data, vocab_size=VOCAB).splits["train"])
     fetch, fetched = loader.fetch, []
     loader.fetch = lambda first: (fetched.append(first), fetch(first))[1]  # type: ignore
     batches = loader.batches(0)
@@ -264,7 +256,7 @@ def test_a_shard_lost_after_opening_is_named(tmp_path):
     data = open_data(folder, vocab_size=VOCAB)
     path = data.splits["train"][0].path
     path.unlink()
-    batches = loader_over(data).batches(0)
+    batches = by_eight(data.splits["train"], id_limit=VOCAB).batches(0)
     with pytest.raises(DataError, match=path.name):
         for _ in range(20):
             next(batches)

@@ -1,6 +1,5 @@
 """Imported token files: their tokenizers, and manifests of them that somebody edited."""
 
-import pickle
 import struct
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from gpt2lab.data.verify import measure
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.tokenizers.bpe import train_bpe
-from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 
@@ -40,20 +38,6 @@ def _datatrove(folder: Path) -> None:
 def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path, make):
     make(tmp_path / "data")
     assert_edits_are_one_line_or_open(tmp_path / "data")
-
-
-def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path):
-    characters = "\n abcdef"
-    ids = np.arange(4000) % len(characters)
-    for name in ("train", "val"):
-        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    meta = {"vocab_size": 8, "itos": dict(enumerate(characters))}
-    meta["stoi"] = {c: i for i, c in enumerate(characters)}
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    import_folder(tmp_path)
-    data = open_data(tmp_path, vocab_size=128)
-    assert data.tokenizer == CharactersTokenizer(characters)
-    assert measure(tmp_path)["val"].text_bytes == 4000
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
