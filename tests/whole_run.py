@@ -1,6 +1,7 @@
 """A run of a tiny model in this process, a few milliseconds a step, and what its folder tells."""
 
 import json
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tiny import TINY, TRAIN_SHARDS, flags_for, train
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
 LAST = 26
+Usage = namedtuple("Usage", "total used free")  # of a disk, as shutil.disk_usage tells it
 
 # TensorBoard's tag of each number: the event and field it comes from, and the factor between the two.
 SCALARS = {

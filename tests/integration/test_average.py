@@ -62,7 +62,6 @@ def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):
         assert "of tiny are 2, 4, 6, 8; an average takes 2" in rejected(
             "tiny", f"--last={last}", place
         )
-    assert "no run of this name" in rejected("nobody", "--last=2", place)
     assert "plain folder name" in rejected("tiny", "--last=2", "--run_name=a/b", place)
     weights = run.path / "step_00000006" / "model.safetensors"
     kept = weights.read_bytes()

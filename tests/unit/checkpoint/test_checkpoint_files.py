@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import struct
-from collections import namedtuple
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
 from gpt2lab.training import control
 from tiny import VOCAB, flip_bit
-from whole_run import Run, reseal
+from whole_run import Run, Usage, reseal
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
 SEED = int(os.environ.get("SEED", "1337"))
@@ -113,9 +112,6 @@ def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path, 
     [run] = json.loads(told)["runs"]
     assert [row["step"] for row in run["checkpoints"]] == [2]
     assert "optim.safetensors: damaged" in run["damaged"][0]
-
-
-Usage = namedtuple("Usage", "total used free")
 
 
 def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(run, monkeypatch):

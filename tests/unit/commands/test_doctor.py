@@ -55,11 +55,6 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(straight, tmp_path, monkey
         assert (other["settings_sha256"] == run["settings_sha256"]) == same
 
 
-def test_no_run_is_one_line(tmp_path):
-    code, line = launch.ask("doctor", "nosuch", folder=tmp_path)
-    assert (code, line[:23]) == (2, "error: nosuch: no run o")
-
-
 @pytest.mark.parametrize("node", ["gpu7", "gpu7.cs.uni.edu"])
 def test_a_host_is_hidden_with_its_domain(node, monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: node)

@@ -17,7 +17,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.lab.compare import compare
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from launch import SCRIPTS, ask
 from tiny import (
     CONTEXT,
@@ -96,13 +96,6 @@ def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder):
     event = last(folder, "a", "eval")
     assert event["val_loss"] == pytest.approx(nats / 320, rel=1e-6)
     assert event["bits_per_byte"] == pytest.approx(nats / np.log(2) / len(text), rel=1e-6)
-
-
-def test_every_token_has_its_bytes():
-    table, encoding = GPT2.byte_lengths(), gpt2_encoding()
-    text = "Ünïcode, 漢字 and plain words.\n\n    return 1"
-    assert sum(table[encoding.encode_ordinary(text)]) == len(text.encode())
-    assert (len(table), table[END_OF_TEXT], table[:END_OF_TEXT].min()) == (50257, 0, 1)
 
 
 def test_a_damaged_validation_shard_is_named(folder):

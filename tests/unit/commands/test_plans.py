@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import namedtuple
 
 import pytest
 
@@ -10,9 +9,7 @@ import launch
 from gpt2lab.commands import dry_run
 from launch import TRAIN
 from tiny import parse
-from whole_run import Run
-
-Usage = namedtuple("Usage", "total used free")
+from whole_run import Run, Usage
 
 
 @pytest.fixture

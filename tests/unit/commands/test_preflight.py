@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,8 @@ from gpt2lab.config.settings import override
 from gpt2lab.distributed import processor
 from gpt2lab.training.resolve import resolve
 from tiny import flip_bit, parse
-from whole_run import Run
+from whole_run import Run, Usage
 
-Usage = namedtuple("Usage", "total used free")
 # note: no shards.json
 NAMES = ["settings", "note", "disk", "memory", "data", "step", "clock", "grace"]
 

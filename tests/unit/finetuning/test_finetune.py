@@ -233,13 +233,6 @@ def test_a_broken_line_is_named_with_its_place(name, folder, tmp_path, wording):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_of_windows_is_read(tmp_path):
-    (tmp_path / "plain.jsonl").write_text(f"{GOOD}\n")
-    (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n".encode())
-    read = [read_conversations(str(tmp_path / f"{n}.jsonl"))[0] for n in ("plain", "windows")]
-    assert read[0].turns == read[1].turns
-
-
 def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path):
     path = tmp_path / "pairs.jsonl"
     lines = [

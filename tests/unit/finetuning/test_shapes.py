@@ -119,15 +119,17 @@ def test_what_cannot_be_learned_is_named_with_its_line(name, tmp_path, wording):
         read_conversations(str(path))
 
 
-def test_an_array_and_a_table_are_read_like_lines(tmp_path):
+def test_an_array_a_table_and_a_file_of_windows_are_read_like_lines(tmp_path):
     records = [{"messages": [HI, YO]}, {"messages": [HI, {"role": "assistant", "content": "No"}]}]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "array.json").write_text("\ufeff" + json.dumps(records, indent=2))
+    windows = "\ufeff" + "\r\n".join(map(json.dumps, records)) + "\r\n"
+    (tmp_path / "windows.jsonl").write_bytes(windows.encode())
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "table.parquet")
     read = {path.name: read_conversations(str(path)) for path in tmp_path.iterdir()}
     turns = {name: [one.turns for one in found] for name, found in read.items()}
-    assert len(turns) == 4
+    assert len(turns) == 5
     assert all(found == turns["lines.jsonl"] for found in turns.values())
     for name, content, place in (
         ("bad.json", json.dumps([*records, {"messages": []}]), "bad.json record 3: the last"),

@@ -183,7 +183,6 @@ def test_a_run_that_goes_on_is_left_alone(run_dir, tmp_path):
 
 def test_what_is_not_a_run_is_rejected(tmp_path):
     (tmp_path / "runs" / "empty").mkdir(parents=True)
-    assert "no run of this name" in ask("runs rebuild-tensorboard", "nothing", folder=tmp_path)[1]
     assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]
     assert list((tmp_path / "runs" / "empty").iterdir()) == []
 
