@@ -27,13 +27,14 @@ JUNK = [
 ]
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value within a manifest."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, one in inside:
+def places(
+    value: Any, path: tuple[Any, ...] = (), *, most: int | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value within a manifest; of the entries of a list at most so many."""
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value[:most]):
         yield (*path, key)
         if isinstance(one, dict | list):
-            yield from places(one, (*path, key))
+            yield from places(one, (*path, key), most=most)
 
 
 def edited(manifest: Manifest, draw: random.Random) -> Manifest:
