@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import time
@@ -84,6 +85,18 @@ QUICK = {
 }
 
 
+# Verbs that answer or reject at once.
+AT_ONCE = (
+    *("--help", "train --help", "status --checkpoint_dir=runs", "runs list --checkpoint_dir=runs"),
+    *("serve --help", "doctor --help", "doctor", "list x", "serve x --port=-1", "trian"),
+    *("train --max_lr=nan", "train --data_dir=nosuch", "train --preflight --n_layr=1"),
+    *("evaluate --batch_size=0 x", "sample 'nosuch run' --prompt=a", "chat hf:nosuch/nosuch"),
+    *("sample hf:nosuch/nosuch --prompt=a", "evaluate hf:nosuch/nosuch", "sample --qqq"),
+    "export hf:nosuch/nosuch --out=y",
+)
+ANSWERS = re.compile(r"(help|list|dry run)( json)?$|.*--help$|(status|runs list) --|doctor$")
+
+
 @pytest.mark.parametrize(
     "cause",
     [
@@ -142,17 +155,22 @@ def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys)
 
 # On a machine with a GPU, --device cuda is no mistake.
 @pytest.mark.parametrize(
-    "command", [c for c in QUICK if c != "rejected device" or not torch.cuda.is_available()]
+    "typed",
+    [*(c for c in QUICK if c != "rejected device" or not torch.cuda.is_available()), *AT_ONCE],
 )
-def test_a_quick_command_never_imports_torch_and_writes_nothing(workplace, command):
+def test_what_answers_or_rejects_at_once_never_imports_torch_and_writes_nothing(workplace, typed):
     write_checkpoint(workplace / "runs" / "other", 5)
     before = tree(workplace)
-    words = ("-X", "importtime", TRAIN, *QUICK[command])
-    answer = launch.python(*words, folder=workplace, PYTHONPATH="", COLUMNS="100")
+    words, extra = ("-m", "gpt2lab", *shlex.split(typed)), {}
+    if typed in QUICK:
+        words, extra = (TRAIN, *QUICK[typed]), {"PYTHONPATH": ""}
+    done = launch.python("-X", "importtime", *words, folder=workplace, COLUMNS="100", **extra)
     assert tree(workplace) == before
-    assert answer.returncode == (2 if "rejected" in command else 0), answer.stderr[-2000:]
-    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", answer.stderr, re.MULTILINE))
-    assert "gpt2lab.commands.parser" in imported  # the list is really what was imported
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    answers = ANSWERS.match(typed)
+    assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "gpt2lab.errors" in imported  # the list is really what was imported
     assert not {name for name in imported if name.split(".")[0] == "torch"}
 
 

@@ -3,7 +3,6 @@
 import importlib
 import io
 import re
-import shlex
 import sys
 
 import pytest
@@ -166,30 +165,6 @@ def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(typed, wordin
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal
     with pytest.raises(ConfigError, check=wording):
         verbs.main(typed.split())
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("--help", "train --help", "status", "runs list", "trian", "sample --qqq"),
-        *("serve --help", "doctor --help", "doctor", "list", "serve x --port=-1"),
-        *("train --max_lr=nan", "train --data_dir=nosuch", "train --preflight --n_layr=1"),
-        *("evaluate --batch_size=0 x", "sample 'nosuch run' --prompt=a", "chat hf:nosuch/nosuch"),
-        *("sample hf:nosuch/nosuch --prompt=a", "evaluate hf:nosuch/nosuch"),
-        "export hf:nosuch/nosuch --out=y",
-    ],
-)
-def test_what_answers_or_rejects_at_once_never_imports_torch(typed, tmp_path):
-    (tmp_path / "runs").mkdir()
-    has_runs = typed in ("status", "runs list")
-    argv = shlex.split(f"{typed} --checkpoint_dir=runs" if has_runs else typed)
-    done = launch.python("-X", "importtime", "-m", "gpt2lab", *argv, folder=tmp_path)
-    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "gpt2lab.commands.verbs" in imported
-    assert not {name for name in imported if name.split(".")[0] == "torch"}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    answers = "--help" in argv or has_runs or typed == "doctor"
-    assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
 
 
 def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
