@@ -51,6 +51,12 @@ def reseal(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return a folder and every path below it with its size and time of change."""
+    stats = {str(path): path.stat() for path in [folder, *folder.rglob("*")]}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
 class Run:
     """A tiny run and its folder; flags and settings that are given to it hold for all of its starts."""
 
@@ -135,7 +141,4 @@ class Run:
         return json.loads(file.read_text())["state"]
 
     def listing(self) -> dict[str, tuple[int, int]]:
-        """Return every path below the run with its size and time of change."""
-        found = [self.path, *self.path.rglob("*")]
-        stats = {str(path): path.stat() for path in found}
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        return listing(self.path)

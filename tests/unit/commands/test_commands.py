@@ -29,7 +29,7 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
 from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TINY, TRAIN_SHARDS, write_shards
-from whole_run import facts_of
+from whole_run import facts_of, listing
 
 
 def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
@@ -37,14 +37,6 @@ def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None
     files = {"model.safetensors": b"w" * 100, "optim.safetensors": b"m" * 200, "state.json": b"{}"}
     facts = facts_of(step, kind=kind, val_loss=10 / step)
     commit(run_dir, Draft(step, {name: [data] for name, data in files.items()}, facts))
-
-
-def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return every name below a folder with its size and time of change."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in [folder, *folder.rglob("*")]
-    }
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +152,12 @@ def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys)
 )
 def test_what_answers_or_rejects_at_once_never_imports_torch_and_writes_nothing(workplace, typed):
     write_checkpoint(workplace / "runs" / "other", 5)
-    before = tree(workplace)
+    before = listing(workplace)
     words, extra = ("-m", "gpt2lab", *shlex.split(typed)), {}
     if typed in QUICK:
         words, extra = (TRAIN, *QUICK[typed]), {"PYTHONPATH": ""}
     done = launch.python("-X", "importtime", *words, folder=workplace, COLUMNS="100", **extra)
-    assert tree(workplace) == before
+    assert listing(workplace) == before
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     answers = ANSWERS.match(typed)
     assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
@@ -226,10 +218,10 @@ def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace):
 
 def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(runs, capsys):
     """Each is read once, and no tensor file at all: that is why it takes less than half a second."""
-    before = tree(runs)
+    before = listing(runs)
     with launch.opened_files(runs) as opened:
         assert List(checkpoint_dir=runs).execute() == 0
-    assert tree(runs) == before
+    assert listing(runs) == before
     manifests = [path for path in opened if path.name == "manifest.json"]
     assert len(manifests) == len(set(manifests)) == 200
     assert {path.name for path in opened} <= {"manifest.json", "best", "config.json"}
@@ -268,9 +260,9 @@ def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsy
         folder.mkdir()
     if place == "a file":
         folder.write_text("in the way")
-    before = tree(tmp_path)
+    before = listing(tmp_path)
     assert List(checkpoint_dir=folder, json=as_json).execute() == 0
-    assert tree(tmp_path) == before
+    assert listing(tmp_path) == before
     out = capsys.readouterr().out
     if as_json:
         assert json.loads(out) == {"checkpoint_dir": str(folder), "runs": []}
