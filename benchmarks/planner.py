@@ -149,7 +149,7 @@ def _predict_other_shapes(measured: list[tuple[Case, float]]) -> list[dict[str, 
         MeasuredStep(work(case.model, micro_batch=case.B, accumulation=case.A), seconds)
         for case, seconds in measured
     ]
-    prior = timing.processor(machine.core_flops(), hardware.load(), bf16=False)
+    prior = timing.processor(machine.core_flops(), hardware.load(), bf16=False, compiled=False)
     rows = []
     for number, (case, seconds) in enumerate(measured):
         others = [m for i, m in enumerate(seen) if i % _FOLDS != number % _FOLDS]

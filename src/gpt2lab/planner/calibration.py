@@ -220,7 +220,7 @@ def this_machine(
         own, bf16 = min(used or 1, cores), job.dtype == "bf16" and detected.auto_dtype == "bf16"
         speed = own * machine.core_flops()
         note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {own} of {cores} cores"
-        prior = timing.processor(speed, hardware, bf16=bf16)
+        prior = timing.processor(speed, hardware, bf16=bf16, compiled=job.compiled)
     else:
         name = device or detected.gpus[0].name
         gpu = hardware.recognise(name)
@@ -256,5 +256,5 @@ def _gpu_prior(
             f"gpt2lab estimate --measure"
         )
     reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
-    rates = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
+    rates = Rates(reference.seconds_per_unit, np.full((7, 7), 9.0), "unknown")
     return rates, "no data sheet known"

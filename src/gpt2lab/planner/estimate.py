@@ -123,7 +123,7 @@ def _micro_batch_seconds(job: Job, machine: Machine, *, recomputes: bool) -> flo
         accumulation=1,
         recompute=job.recompute if recomputes else "none",
     )
-    return machine.rates.seconds((*one[:4], 0.0, one[5]))
+    return machine.rates.seconds((*one[:4], 0.0, *one[5:]))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Job:
         tokens = self.sequences * model.context_length
         spared = (flops_per_token(model) - self.flops_per_token) * tokens
         updated = count_adapters(model, tuning) / updaters
-        return (full[0] - spared, *full[1:4], updated, full[5])
+        return (full[0] - spared, *full[1:4], updated, *full[5:])
 
     @property
     def is_gpt2(self) -> bool:

@@ -361,7 +361,7 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
     if job.config.optim.has_muon:
         how = job.config.optim.newton_schulz
         rounds, flops = MUON_ROUNDS[how], muon_flops(model, how)
-        text.append(f"  of matmul, Muon's {rounds} rounds: {rounds} x 60 L CCC = {flops:.4g} FLOP")
+        text.append(f"  Muon's {rounds} rounds: {rounds} x 60 L CCC = {flops:.4g} FLOP")
     if found.communication_seconds and on.link is not None:
         text.append(_communication(found, on.link.title))
     need = found.memory.tensors

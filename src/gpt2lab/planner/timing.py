@@ -1,4 +1,4 @@
-"""How long a step takes: six kinds of work, each at its own rate, with an 80 % interval. No torch.
+"""How long a step takes: seven kinds of work, each at its own rate, with an 80 % interval. No torch.
 
 A roofline of a known GPU, a matmul on this CPU, and rates fitted to measured runs are the same linear model with
 other coefficients and another uncertainty.
@@ -20,8 +20,8 @@ from gpt2lab.planner.hardware import Gpu, Hardware
 
 MUON_ROUNDS = {"fast": 5, "exact": 12}  # of muon.py's NEWTON_SCHULZ; a test compares
 # FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
-# blocks run (a constant cost of many small calls)
-KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
+# blocks run (a constant cost of many small calls) | FLOPs in Muon's rounds, which a CPU takes in fp32
+KINDS = ("matmul", "attention", "stream", "logits", "update", "calls", "muon")
 
 
 def work(
@@ -45,13 +45,13 @@ def work(
     twice = 4 / 3 if recompute == "block" else 1.0
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
-        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
-        + (muon_flops(model, newton_schulz) / updaters if uses_muon(optimizer) else 0.0),
+        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens,
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,
         count_parameters(model) / updaters,
         twice * accumulation * L,
+        muon_flops(model, newton_schulz) / updaters if uses_muon(optimizer) else 0.0,
     )
 
 
@@ -78,7 +78,7 @@ class Rates:
     """Seconds for one unit of each kind of work, with the covariance of their relative errors."""
 
     seconds_per_unit: tuple[float, ...]
-    covariance: np.ndarray = field(repr=False)  # (6, 6), of seconds_per_unit relative to itself
+    covariance: np.ndarray = field(repr=False)  # (7, 7), of seconds_per_unit relative to itself
     source: str
     observations: int = 0
 
@@ -122,17 +122,19 @@ def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
             moved * k["stream_bytes_per_logit"],
             per_byte * k["optimizer_bytes_per_parameter"],
             k["kernels_per_block" if compiled else "kernels_per_block_eager"] * k["launch_seconds"],
+            per_flop,
         ),
         # One common error; launches depend on a host that is not known.
-        covariance=np.full((6, 6), sigma**2) + np.diag([0.0] * 5 + [k["sigma_launch"] ** 2]),
+        covariance=np.full((7, 7), sigma**2) + np.diag([0.0] * 5 + [k["sigma_launch"] ** 2, 0.0]),
         source="roofline-prior",
     )
 
 
-def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
+def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool, compiled: bool) -> Rates:
     """Return a CPU's rates from how fast it multiplies fp32 matrices: a wide guess until a run was measured.
 
-    `bf16`: the run multiplies in bf16 and the processor has instructions for it.
+    `bf16`: the run multiplies in bf16 and the processor has instructions for it; Muon's rounds stay in fp32. A step
+    that is not `compiled` writes the logits to memory several times.
     """
     k = hardware.constants
     speedup = k["cpu_bf16_speedup"] if bf16 else 1.0
@@ -143,11 +145,12 @@ def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
             per_flop,
             per_flop * k["cpu_attention_factor"],
             k["cpu_stream_seconds"],
-            k["cpu_logit_seconds"],
+            k["cpu_logit_seconds" if compiled else "cpu_logit_seconds_eager"],
             k["cpu_update_seconds"],
             k["cpu_call_seconds"],
+            1 / (k["cpu_muon_efficiency"] * matmul_flops),
         ),
-        covariance=np.full((6, 6), sigma**2) + np.eye(6) * sigma**2,
+        covariance=np.full((7, 7), sigma**2) + np.eye(7) * sigma**2,
         source="cpu-matmul",
     )
 

@@ -27,7 +27,7 @@ KIND |= {"parallel": "ddp"}
 
 
 def test_rates_are_recovered_from_runs_of_different_shapes():
-    truth = Rates((2e-12, 6e-12, 3e-9, 5e-10, 2e-9, 4e-4), np.zeros((6, 6)), "truth")
+    truth = Rates((2e-12, 6e-12, 3e-9, 5e-10, 2e-9, 4e-4, 3e-12), np.zeros((7, 7)), "truth")
     shapes = [
         *((2, 128, 4096, 64), (6, 256, 1024, 128), (3, 64, 50304, 256), (8, 192, 2048, 64)),
         *((1, 512, 8192, 32), (4, 384, 512, 512), (12, 96, 1024, 128), (2, 640, 1024, 64)),
@@ -39,7 +39,7 @@ def test_rates_are_recovered_from_runs_of_different_shapes():
     ]
     sizes = [work(m, micro_batch=4, accumulation=1) for m in models]
     seen = [MeasuredStep(w, truth.seconds(w)) for w in sizes]
-    prior = timing.processor(1e11, KNOWN, bf16=False)
+    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     rates = fit_rates(prior, seen[:-1], spread=1.0)
     assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
     assert rates.sigma(seen[-1].work) < prior.sigma(seen[-1].work)
@@ -54,7 +54,7 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn": ')
     records = calibration.read(tmp_path)
     assert len(records) == 3
-    prior = timing.processor(1e11, KNOWN, bf16=False)
+    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     rates, ratios = calibration.calibrate(prior, records, KIND, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
@@ -74,14 +74,14 @@ def test_recomputing_costs_time_and_is_learned_as_what_it_was():
     works = (work(model, micro_batch=8, accumulation=2, recompute=mode) for mode in modes)
     plain, selective, block = map(on("H100").rates.seconds, works)
     assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
-    prior = timing.processor(1e11, KNOWN, bf16=False)
+    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     learned, _ = calibration.calibrate(prior, [record(recompute="block")], KIND, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
 
 
 def test_runs_that_share_in_another_way_do_not_count():
-    prior = timing.processor(1e11, KNOWN, bf16=False)
+    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     by_ddp = record(world=2)  # older lines have no `parallel`
     by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
@@ -97,7 +97,7 @@ def test_muons_rounds_cost_time_and_are_learned_as_what_they_were():
         model = preset("gpt2-nano").model
         return work(model, micro_batch=8, accumulation=4, optimizer=optimizer)
 
-    prior = timing.processor(1e11, KNOWN, bf16=False)
+    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
     learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], KIND, spread=1.0)
     assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
@@ -112,7 +112,7 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update():
         (tuned, count_adapters(tuned.model, tuned.tuning)),
     ):
         job = Job(settings, max_steps=10, world_size=1, dtype="fp32", compiled=False)
-        matmul, attention, *_, updates, _ = job.work
+        matmul, attention, _, _, updates, *_ = job.work
         tokens = settings.batch.total_batch_size
         assert matmul + attention == pytest.approx(training_flops_per_token(settings) * tokens)
         assert updates == updated
@@ -142,7 +142,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
         a_card = on("H100", compiled=False)
         costs = event_costs(job, dataclasses.replace(a_card, ratios=line["ratios"]), KNOWN)
         one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
-        training = a_card.rates.seconds((*one[:4], 0.0, one[5])) / job.micro_batch
+        training = a_card.rates.seconds((*one[:4], 0.0, *one[5:])) / job.micro_batch
         expected = 30 * texts * 100 * training / config.model.context_length
         assert costs.seconds["hellaswag"] == pytest.approx(expected)
 

@@ -188,3 +188,16 @@ def test_the_flops_of_muons_step_are_those_that_torch_counts(name):
     with FlopCounterMode(display=False) as counter:
         muon.step()
     assert counter.get_total_flops() == timing.muon_flops(model.config)
+    amount = timing.work(model.config, micro_batch=8, accumulation=1, optimizer="muon")
+    plain = timing.work(model.config, micro_batch=8, accumulation=1)
+    assert amount == (*plain[:-1], counter.get_total_flops())
+
+
+def test_a_cpu_takes_muons_rounds_in_fp32_and_more_time_for_logits_that_are_not_compiled():
+    def rates(bf16: bool, compiled: bool) -> dict[str, float]:
+        found = timing.processor(1e11, hardware.load(), bf16=bf16, compiled=compiled)
+        return dict(zip(timing.KINDS, found.seconds_per_unit, strict=True))
+
+    fp32, bf16, eager = rates(False, True), rates(True, True), rates(True, False)
+    assert {kind for kind in fp32 if fp32[kind] != bf16[kind]} == {"matmul", "attention"}
+    assert {kind for kind in bf16 if bf16[kind] < eager[kind]} == {"logits"}
