@@ -114,6 +114,7 @@ _FIXES = {  # of system errors that are not bugs
     **dict.fromkeys((errno.EROFS, errno.ENOTDIR), "choose another place"),
     **dict.fromkeys((errno.ELOOP, errno.EISDIR), "remove it, or choose another place"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
     errno.EIO: "its disk fails; repair it, or choose another place, and start again",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -140,11 +141,13 @@ def system_errors_as(
 ) -> Iterator[None]:
     """Raise a system error of the block as `kind`: `WHERE: reason; FIX`, or `WHERE: WHAT (reason); FIX`.
 
-    Without `fix` it is the one that suits the error.
+    Without `fix` it is the one that suits the error. One that says nothing about the place passes: no memory is left.
     """
     try:
         yield
     except OSError as error:
+        if is_out_of_memory(error):
+            raise
         reason = error.strerror or str(error)
         said = reason if what is None else f"{what} ({reason})"
         fix = fix or _FIXES.get(error.errno or 0)
@@ -157,12 +160,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         is_full_pipe = hasattr(error, "characters_written")  # EAGAIN too
         return error.errno in (errno.ENOMEM, errno.EAGAIN) and not is_full_pipe
     words = r"DefaultCPUAllocator: .*memory|std::bad_alloc|Cannot allocate memory|can't start new thread"
+    words += "|Failed to launch worker thread|ThreadPoolBuildError"
+    is_of_library = type(error).__name__ in ("ArrowException", "PanicException")
     if isinstance(error, ImportError):  # a library has no room for its code
         return "failed to map segment from shared object" in str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
-        or (isinstance(error, RuntimeError) and re.search(words, str(error)) is not None)
+        or (
+            (isinstance(error, RuntimeError) or is_of_library)
+            and re.search(words, str(error)) is not None
+        )
     )
 
 

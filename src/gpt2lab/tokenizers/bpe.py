@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, first_line, is_out_of_memory
 from gpt2lab.tokenizers.huggingface import of_json
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.plain import CharactersTokenizer
@@ -34,7 +34,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    encoder.train_from_iterator(texts, trainer)
+    try:
+        encoder.train_from_iterator(texts, trainer)
+    except BaseException as error:  # a thread that cannot start makes the library panic
+        if is_out_of_memory(error):
+            raise MemoryError(first_line(error)) from error
+        raise
     found = of_json(str(encoder.to_str()).encode(), END_TOKEN, "the trained tokenizer")
     if found.size != vocab_size:
         raise DataError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
-from gpt2lab.errors import DataError, first_line, system_errors_as
+from gpt2lab.errors import DataError, first_line, is_out_of_memory, system_errors_as
 from gpt2lab.files import is_count, read_regular, regular
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.interface import (
@@ -101,6 +101,8 @@ class HuggingFaceTokenizer(Tokenizer):
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:
+            if is_out_of_memory(error):  # a thread of the library that cannot start makes it panic
+                raise MemoryError(first_line(error)) from error
             raise DataError(f"{self._where}: fails on this text ({first_line(error)})") from error
 
     def byte_lengths(self) -> np.ndarray:

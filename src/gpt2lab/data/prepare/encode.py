@@ -148,7 +148,8 @@ class _Worker:
 def _work(pipe: Connection, tokenizer: Tokenizer) -> None:
     """Answer each list of chunks with its ids; leave Ctrl+C to the parent, and end when it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, ConnectionError):
+    # Without the memory for a part of a message, the rest could not be told from the next one.
+    with contextlib.suppress(EOFError, ConnectionError, MemoryError):
         while True:
             chunks = pipe.recv()
             try:

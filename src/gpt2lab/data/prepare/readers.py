@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import csv
+import errno
 import functools
 import hashlib
 import io
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from gpt2lab.data.prepare.groups import File, Share
-from gpt2lab.errors import DataError, SourceLostError
+from gpt2lab.errors import DataError, SourceLostError, is_out_of_memory
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
@@ -105,6 +106,8 @@ def read(share: Share, *, text_column: str) -> Stream:
     except DataError:
         raise
     except Exception as error:
+        if _is_of_machine(error):
+            raise
         if _is_remote(share):  # whatever its type, it is not a record that may be skipped
             raise _lost(share, error) from error
         if not isinstance(error, OSError):
@@ -121,10 +124,18 @@ def _is_remote(share: Share) -> bool:
     return "://" in share.file.url
 
 
+def _is_of_machine(error: BaseException | None) -> bool:
+    """Tell whether this machine is short of memory, threads or open files, which makes no record a bad one."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return is_full or is_out_of_memory(error)
+
+
 def _damage(share: Share) -> tuple[type[Exception], ...]:
-    """Return the errors that mean a damaged file; a hub's OSError means that the network is gone."""
+    """Return the errors that mean a damaged file, none if the current one does not; a hub's OSError never does."""
     import pyarrow as pa
 
+    if _is_of_machine(sys.exc_info()[1]):
+        return ()
     return (pa.ArrowException,) if _is_remote(share) else (pa.ArrowException, OSError)
 
 
