@@ -206,7 +206,7 @@ def _become(words: list[str], arm: Callable[[], object], *to: Path) -> None:
         for number, path in enumerate(to, start=1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
+        sys.path.append(str(Path(words[0]).parent))
         os.environ["FAULT"] = ""
         multiprocessing.current_process().daemon = False  # it may have children
         signal.alarm(_LIVES)  # a hang ends, and fails its case

@@ -55,13 +55,21 @@ int pthread_create(pthread_t *id, const pthread_attr_t *how, void *(*act)(void *
     return fails(THREAD, EAGAIN) ? EAGAIN : real(id, how, act, with);
 }
 
+static __thread int is_second; /* after a vfork that failed, Python tries fork */
+
 pid_t fork(void) {
     pid_t (*real)(void) = dlsym(RTLD_NEXT, "fork");
+    if (is_second) {
+        errno = EAGAIN;
+        return is_second = 0, -1;
+    }
     return fails(PROCESS, EAGAIN) ? -1 : real();
 }
 
 pid_t vfork(void) { /* a function around the real one would return twice */
-    return fork();
+    pid_t child = fork();
+    is_second = child < 0;
+    return child;
 }
 
 void *malloc(size_t bytes) {

@@ -2,9 +2,10 @@
 
     python tests/faults/start_sweep.py FOLDER [--sample N] [--minutes M] [--seed N] [--jobs N]
 
-A training, a preparation with two processes, and a server that is asked twice. Checked of each: it goes on rightly or
-ends with an exit code of ours and one line, and what it leaves continues to the bits of a quiet run. `--sample`: cases
-of each program and kind. Ends with 1 if anything differs.
+A training, preparations (of lines, of Parquet as of the Hub's sets, with an own tokenizer), the training of that
+tokenizer, and a server that is asked twice. Checked of each: it goes on rightly or ends with an exit code of ours and
+one line, no process is left, and what it leaves continues to the bits of a quiet run. `--sample`: cases of each program
+and kind. Ends with 1 if anything differs.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import disk
 from disk import Trainer
 from syscall_sweep import one_line
 
+import corpora
 import launch
 from gpt2lab import fmt
 
@@ -35,6 +37,22 @@ KINDS = ("thread", "process", "memory")
 LEAST = 1 << 18
 Arm = Callable[[], object]
 Ended = tuple[disk.Life, list[str]]
+# What libraries say themselves; one in Rust that gets no memory ends its process.
+OF_LIBRARIES = re.compile(
+    r"^(<jemalloc>.*|memory allocation of .*|\n?thread .* panicked at .*\n.*|note: run with `RUST_.*|.*tok/s\].*|)\n",
+    re.M,
+)
+PREPARED = {  # flags, and from which source below the folder
+    "lines": ("--num_workers=2", "--tokenizer=bytes", "lines.jsonl"),
+    "parquet": (
+        "--num_workers=1",
+        "--tokenizer=bytes",
+        "--group_bytes=60k",
+        "--skip_bad",
+        "parquet",
+    ),
+    "learned": ("--num_workers=2", "--tokenizer=FOLDER/learned", "lines.jsonl"),
+}
 MAIN, PREPARE = str(launch.MAIN), str(launch.SCRIPTS / "prepare_data.py")
 
 
@@ -64,9 +82,16 @@ class Sweep(NamedTuple):
             numbers = map(ctypes.c_long, words[1:3])
             self.trainer.shim.starts_arm(os.fsencode(count), words[0], *numbers)
 
-        life, wrong = getattr(self, case.program)(folder, arm)
-        life = life._replace(errors=launch.without_progress(life.errors))
-        return life, one_line(life) + wrong, int.from_bytes(count.read_bytes(), "little")
+        program = getattr(self, case.program, None)
+        life, wrong = program(folder, arm) if program else self.prepare(folder, arm, case.program)
+        life = life._replace(errors=OF_LIBRARIES.sub("", launch.without_progress(life.errors)))
+        is_abort = life.code == -signal.SIGABRT and not life.errors
+        wrong += _left_alive(count)
+        return (
+            life,
+            ([] if is_abort else one_line(life)) + wrong,
+            int.from_bytes(count.read_bytes(), "little"),
+        )
 
     def train(self, folder: Path, arm: Arm) -> Ended:
         flags = ("--async_checkpoint=on", f"--checkpoint_mirror=file://{folder / 'mirror'}")
@@ -77,14 +102,34 @@ class Sweep(NamedTuple):
             wrong += disk.unlike(folder / "run", self.expected["train"])
         return life, wrong
 
-    def prepare(self, folder: Path, arm: Arm) -> Ended:
-        words = [PREPARE, str(self.folder / "texts.jsonl"), f"--out={folder / 'data'}"]
-        words += ["--num_workers=2", "--tokenizer=bytes", "--val_tokens=300"]
-        life = disk.live(words, arm)
-        life = life._replace(errors=re.sub(r"^.*tok/s\].*\n", "", life.errors, flags=re.M).lstrip())
+    def prepare(self, folder: Path, arm: Arm, name: str) -> Ended:
+        *flags, source = PREPARED[name]
+        words = [PREPARE, *flags, "--val_tokens=20000", str(self.folder / source)]
+        return self._write(folder, arm, name, words)
+
+    def learn(self, folder: Path, arm: Arm) -> Ended:
+        source = str(self.folder / "parquet")
+        words = ["data", "tokenizer", "train", source, "--vocab_size=400", "--skip_bad"]
+        return self._write(folder, arm, "learn", [MAIN, *words])
+
+    def _write(self, folder: Path, arm: Arm, name: str, words: list[str]) -> Ended:
+        """Run a program that writes a folder, which may be there only as a quiet run writes it."""
+        is_there = (folder / "data").exists()  # a learned tokenizer is not learned again
+        words = [word.replace("FOLDER", str(self.folder)) for word in words]
+        environment = {"XDG_CACHE_HOME": str(folder / "cache")}  # of tokenizers that were tried
+        life = disk.live(
+            [*words, f"--out={folder / 'data'}"], lambda: (os.environ.update(environment), arm())
+        )
         found = {path.name: path.read_bytes() for path in folder.glob("data/*")}
-        is_other = life.code == 0 and self.expected and found != self.expected["prepare"]
-        return life, ["other files than a quiet preparation's"] if is_other else []
+        wrong = (
+            ["other files than a quiet run's"]
+            if found and found != self.expected.get(name, found)
+            else []
+        )
+        if life.code == 0 and (not found or (folder / "data.partial").exists()):
+            wrong.append(f"left behind: {sorted(path.name for path in folder.iterdir())}")
+        is_again = name == "learn" and is_there and life.code == 2
+        return (life._replace(code=0, errors="") if is_again else life), wrong
 
     def serve(self, folder: Path, arm: Arm) -> Ended:
         wrong: list[str] = []
@@ -115,6 +160,34 @@ class Sweep(NamedTuple):
         return (case, life), wrong
 
 
+def _left_alive(count: Path) -> list[str]:
+    """Wait for processes that the program started; say which of them do not end."""
+    until = time.monotonic() + 20
+    while True:
+        left = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                left += [path.parent.name] * (os.fsencode(count) in path.read_bytes())
+        if not left or time.monotonic() > until:
+            return [f"processes that do not end: {left}"] if left else []
+        time.sleep(0.05)
+
+
+def _write_sources(folder: Path) -> None:
+    """Write half a megabyte of lines, and as much in Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    dice = random.Random(1)
+    texts = [" ".join(str(dice.randrange(5000)) for _ in range(300)) for _ in range(360)]
+    corpora.write_jsonl(folder / "lines.jsonl", texts)
+    (folder / "parquet").mkdir()
+    for number in range(3):
+        table = pa.table({"text": texts[120 * number : 120 * number + 120]})
+        path = folder / "parquet" / f"shard_{number}.parquet"
+        pq.write_table(table, path, row_group_size=40, compression="zstd")
+
+
 def _ask(address: str) -> int | str:
     """Ask for a text; return the status."""
     connection = http.client.HTTPConnection(address, timeout=60)
@@ -138,8 +211,15 @@ def main() -> int:
 
         sweep = Sweep(trainer, wanted.folder, {})
         assert trainer.run(wanted.folder / "served").code == 0
+        os.environ.pop("RUST_BACKTRACE", None)
+        if os.fork() == 0:  # without pyarrow's threads in the forks to come
+            _write_sources(wanted.folder)
+            os._exit(0)
+        assert os.wait()[1] == 0
+        sweep.learn(wanted.folder / "first", lambda: None)
+        os.rename(wanted.folder / "first" / "data", wanted.folder / "learned")
         cases: list[Case] = []
-        for program in ("train", "prepare", "serve"):
+        for program in ("train", *PREPARED, "learn", "serve"):
             for kind in KINDS:
                 quiet = wanted.folder / f"quiet-{program}-{kind}"
                 quiet.mkdir()
@@ -151,8 +231,9 @@ def main() -> int:
                 some = dice.sample(every, min(number, wanted.sample or number))
                 cases += [Case(program, kind, at) for at in some]
         sweep.expected["train"] = disk.bits(wanted.folder / "quiet-train-thread" / "run")
-        prepared = (wanted.folder / "quiet-prepare-thread" / "data").iterdir()
-        sweep.expected["prepare"] = {path.name: path.read_bytes() for path in prepared}
+        for program in (*PREPARED, "learn"):
+            written = (wanted.folder / f"quiet-{program}-thread" / "data").iterdir()
+            sweep.expected[program] = {path.name: path.read_bytes() for path in written}
         judged = list(disk.judged(sweep.judge, cases, wanted))
     ends = Counter((case.program, case.kind, str(life.code)) for (case, life), _ in judged)
     rows = [[*end, str(n)] for end, n in sorted(ends.items())]
