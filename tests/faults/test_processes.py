@@ -95,7 +95,7 @@ def test_row_11_a_survivor_is_aborted_100_ms_later(run, reference, tmp_path):
 
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
     fails = f"if calls == 15 and rank == 0:\n{HALF}    raise RuntimeError('CUDA out of memory')"
-    program = program_before(tmp_path, "gpt2lab.optim.adamw:AdamW", "step", fails)
+    program = program_before(tmp_path, "gpt2lab.optim.optimizers:AdamW", "step", fails)
     assert run.finish(world=2, program=program) != 0
     assert "half-way" in run.errors()
     # Process 1 survives with a whole update 15; process 0's half one, and so its line, must not be on disk.
@@ -166,7 +166,7 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, ref
 def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     """The weights are then those of no step: the watching thread leaves them alone."""
     hangs = f"if calls == 13:\n{HALF}    time.sleep(600)"
-    program = program_before(tmp_path, "gpt2lab.optim.adamw:AdamW", "step", hangs)
+    program = program_before(tmp_path, "gpt2lab.optim.optimizers:AdamW", "step", hangs)
     code = run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program)
     assert code != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)

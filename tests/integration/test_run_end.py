@@ -11,7 +11,7 @@ import torch
 
 import launch
 from gpt2lab.errors import NonFiniteError, OutOfMemoryError, SaveError
-from gpt2lab.optim.adamw import AdamW
+from gpt2lab.optim.optimizers import AdamW
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import steps

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.errors import ConfigError
-from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon, orthogonalize
+from gpt2lab.optim.optimizers import AdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -33,8 +33,8 @@ from gpt2lab.distributed.sharding import (
     rows_of,
 )
 from gpt2lab.errors import ConfigError
-from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon
+from gpt2lab.optim.optimizers import AdamW
 
 
 def shard_optimizer_state(

@@ -27,8 +27,7 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
 from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
-from gpt2lab.optim.adamw import AdamW
-from gpt2lab.optim.optimizers import build_optimizers, reject_on_device
+from gpt2lab.optim.optimizers import AdamW, build_optimizers, reject_on_device
 from gpt2lab.runs import history
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.progress import Progress
