@@ -155,14 +155,16 @@ def _attention(kernel: str) -> Iterator[None]:
         attn_mask: Any = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        scale: float | None = None,
     ) -> Any:
         if kernel == "flash" and attn_mask is None:
-            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+            flash = aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
         if kernel == "cudnn":
             operator = aten._scaled_dot_product_cudnn_attention
         else:
             operator = aten._scaled_dot_product_efficient_attention
-        return operator(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+        return operator(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
     nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
     try:
