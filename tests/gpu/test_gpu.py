@@ -1,6 +1,7 @@
 """What only a GPU can show. `pytest -m gpu` on a machine with one; those that need two GPUs are skipped on one."""
 
 import contextlib
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterator
@@ -108,6 +109,17 @@ def test_muon_follows_the_cpu(tiny_data, tmp_path):
 def test_recomputing_follows_fp32(recompute, fp32, tiny_data, tmp_path):
     more = ("--dtype=fp32", "--compile=off", f"--activation_checkpointing={recompute}")
     _assert_close(_train(tiny_data, tmp_path, *more), fp32, 1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [256, 50304])
+def test_the_loss_kernel_is_right(vocab_size):
+    model = build_model(
+        dataclasses.replace(MODEL, vocab_size=vocab_size), seed=0, device=torch.device("cuda")
+    )
+    from gpt2lab.model import loss_kernel  # needs Triton
+
+    assert loss_kernel.choose(model, "bf16") is None
+    assert model.loss_kernel is not None
 
 
 def test_one_process_over_nccl_equals_none(fp32, tiny_data, tmp_path):

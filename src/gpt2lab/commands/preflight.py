@@ -34,7 +34,7 @@ from gpt2lab.optim.schedule import lr_at
 from gpt2lab.paths import LAUNCHED
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
 from gpt2lab.training.components import Components
-from gpt2lab.training.pretrain import build, check_attention, choose_hardware
+from gpt2lab.training.pretrain import build, check_kernels, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
@@ -97,7 +97,7 @@ def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Ch
         return checks
     try:
         model = recipe.build_model(start, runtime)
-        start = check_attention(start, model, runtime)
+        start = check_kernels(start, model, runtime)
         components = build(start, runtime, model, recipe)
         began = time.monotonic()
         loader = components.batches.loader

@@ -34,7 +34,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
 from gpt2lab.runs.events import Event, finite
 from gpt2lab.training.components import Components
-from gpt2lab.training.pretrain import build, check_attention, choose_hardware
+from gpt2lab.training.pretrain import build, check_kernels, choose_hardware
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.steps import launch_step, state_after
 from gpt2lab.training.train_step import train_step
@@ -205,7 +205,7 @@ def _open(run: RecordedRun, info: CheckpointInfo, *, first: int, last: int) -> R
     resolved = resolve(request, run.recipe, world_size=1, set_aside=False)
     start = choose_hardware(resolved, runtime)
     model = run.recipe.build_model(start, runtime)
-    start = check_attention(start, model, runtime)
+    start = check_kernels(start, model, runtime)
     components = build(start, runtime, model, run.recipe, against_log="skip")
     return Replay(components, events, saved_on=saved_on, rounding=rounding)
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.model.loss import (
+    Kernel,
     cross_entropy_sum,
     head_cross_entropy_sum,
     padding_bias,
@@ -249,6 +250,7 @@ class GPT(nn.Module):
         self.config = config
         # Of the residual stream under bf16 autocast; auto = bf16 on a GPU, where reading and writing it takes time.
         self.residual_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+        self.loss_kernel: Kernel | None = None  # of compiled steps; see loss_kernel.py
         self.wte = embedding(config.vocab_size, config.n_embd)  # also the head if that is tied
         if config.positions == "learned":
             self.wpe = embedding(config.context_length, config.n_embd)
@@ -351,7 +353,7 @@ class GPT(nn.Module):
         if torch.compiler.is_compiling():
             (weight, bias), config = self.head_weights, self.config
             hidden, more = self.ln_f(stream), (config.num_tokens, bias, config.logit_cap)
-            return head_cross_entropy_sum(hidden, weight, targets, *more)
+            return head_cross_entropy_sum(hidden, weight, targets, *more, self.loss_kernel)
         # No name holds the fp32 hidden states: they are freed once the head has its bf16 copy.
         return cross_entropy_sum(self.masked_logits(self.ln_f(stream)), targets)
 

@@ -6,11 +6,15 @@ Compiled steps take a fused form of head and loss that holds the logits once; al
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# Maps logits (N, V), which become their gradient, targets (N,) and the number of tokens to losses (N,).
+Kernel: TypeAlias = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def padding_bias(weight: Tensor, num_tokens: int) -> Tensor | None:
@@ -51,15 +55,16 @@ def head_cross_entropy_sum(
     num_tokens: int,
     bias: Tensor | None = None,
     cap: float = 0.0,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding.
 
-    `bias` (V,) and `cap` are the head's, if it has them.
+    `bias` (V,) and `cap` are the head's, if it has them; without them and with 16-bit logits `kernel` may do the loss.
 
     For compiled calls: uncompiled, it would hold several tensors as large as the logits.
     """
     rows, flat = hidden.flatten(0, 1), targets.flatten()
-    total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens, bias, cap)  # type: ignore[no-untyped-call]
+    total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens, bias, cap, kernel)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -80,8 +85,15 @@ class GradientInForward(torch.autograd.Function):
         num_tokens: int,
         bias: Tensor | None,
         cap: float,
+        kernel: Kernel | None,
     ) -> Tensor:
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
+        if kernel is not None:
+            grad = F.linear(hidden, weight)  # logits (N, V), until the kernel
+            losses = kernel(grad, targets, num_tokens)
+            ctx.save_for_backward(hidden.to(grad.dtype), weight, grad, None)
+            ctx.dtype = hidden.dtype
+            return losses.sum()
         padding = padding_bias(weight, num_tokens)
         is_plain = bias is None and not cap
         # The mask rides on the product: added to the logits it would cost each of them an instruction.
@@ -121,7 +133,7 @@ class GradientInForward(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1]:
             of_weight = (grad.t() @ hidden).to(weight.dtype) * after
-        return of_hidden, of_weight, None, None, of_bias, None
+        return of_hidden, of_weight, None, None, of_bias, None, None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

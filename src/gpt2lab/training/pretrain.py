@@ -114,7 +114,7 @@ def pretrain(
         else:
             start = choose_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
-            start = check_attention(start, model, runtime)
+            start = check_kernels(start, model, runtime)
             observers.resolved(start, runtime, signals)
             folder = _open_folder(start, runtime)
             # A rejection while building leaves nothing on disk.
@@ -218,8 +218,10 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
     return dataclasses.replace(start, config=config, warnings=warnings)
 
 
-def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
+def check_kernels(start: Start, model: GPT, runtime: Runtime) -> Start:
     """On a GPU, compute attention once with the wanted kernel and note which one ran; a CPU has no choice.
+
+    If steps are compiled, the loss gets its kernel where that is right.
 
     Raises: ConfigError on all ranks, before the run has a folder.
     """
@@ -236,8 +238,13 @@ def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
         )
     )
     slow = attention_backend.why_not_cudnn(found) if config.system.attention == "auto" else None
-    warnings = (*start.warnings, slow) if slow else start.warnings
-    return dataclasses.replace(start, attention=found, warnings=warnings)
+    warnings = [slow]
+    if config.system.compile == "on":
+        from gpt2lab.model import loss_kernel  # needs Triton, as compiling does
+
+        warnings.append(loss_kernel.choose(model, config.system.dtype))
+    said = (*start.warnings, *(warning for warning in warnings if warning))
+    return dataclasses.replace(start, attention=found, warnings=said)
 
 
 def build(

@@ -155,15 +155,15 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
-    assert pretrain.check_attention(start, model, runtime) is start  # on a CPU
+    assert pretrain.check_kernels(start, model, runtime) is start  # on a CPU
     assert "attention" not in facts_of(start, runtime)["environment"]
     runtime.use(SystemConfig(device="cuda"))
-    found = pretrain.check_attention(start, model, runtime)
+    found = pretrain.check_kernels(start, model, runtime)
     assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
     system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
     tuning = TuningConfig(instructions="demo")
     config = dataclasses.replace(start.config, system=system, tuning=tuning)
-    pretrain.check_attention(dataclasses.replace(start, config=config), model, runtime)
+    pretrain.check_kernels(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]
 
 

@@ -1,6 +1,10 @@
 """The faster ways of computing on a CPU, each beside the plain one that it must equal."""
 
+import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +123,15 @@ def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(monkeypat
     assert taken
     model.ln_f.bias.data[0] = float("nan")
     assert model(ids, targets).isnan()
+
+
+def test_the_loss_kernel_of_gpus_is_cross_entropy():
+    pytest.importorskip("triton", reason="no Triton (pip install triton==3.7.1)")
+    cases = Path(__file__).parents[2] / "workers" / "loss_kernel.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", cases]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_fast_fp32_products_are_fp32():
