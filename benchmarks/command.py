@@ -30,8 +30,8 @@ from gpt2lab.errors import ConfigError
 class Codegen:
     """Count what torch.compile makes of GPT-2's step for a GPU, without one: kernels, bytes, registers."""
 
-    architecture: tuple[Literal["sm_80", "sm_90"], ...] = option(
-        ("sm_80", "sm_90"), "A100's and H100's, each a table of its own"
+    architecture: tuple[Literal["sm_80", "sm_90", "sm_100"], ...] = option(
+        ("sm_80", "sm_90"), "A100's, H100's and B200's, each a table of its own"
     )
     micro_batch: tuple[int, ...] = option((64, 32), "sequences of one forward pass, each a table")
     attention: Literal["cudnn", "flash", "efficient"] = option("cudnn", "kernel that is called")
@@ -45,6 +45,7 @@ class Codegen:
     graphs: Literal["auto", "one", "regions"] = option(
         "auto", "how the step is compiled; auto = as the trainer does with so many layers"
     )
+    loss: Literal["kernel", "compiled"] = option("kernel", "by our Triton kernel or torch.compile")
     json: Path | None = option(None, "also write the numbers to this file")
 
 
@@ -311,7 +312,7 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
     if not flags.micro_batch or min(flags.micro_batch) < 1:
         raise ConfigError("--micro_batch must be one or more numbers from 1 up")
     if not flags.architecture:
-        raise ConfigError("--architecture must be sm_80, sm_90 or both")
+        raise ConfigError("--architecture must be some of sm_80, sm_90, sm_100")
     if flags.ddp_bucket_mb is not None and flags.ddp_bucket_mb < 1:
         raise ConfigError(f"--ddp_bucket_mb {flags.ddp_bucket_mb:g} must be at least 1")
     result = report.count(
@@ -322,6 +323,7 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
         graphs=flags.graphs,
         attention=flags.attention,
         ddp_bucket_mb=flags.ddp_bucket_mb,
+        loss=flags.loss,
     )
     return result, report.describe(result)
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from gpt2lab.errors import ConfigError
 
-Architecture = Literal["sm_80", "sm_90"]
+Architecture = Literal["sm_80", "sm_90", "sm_100"]
 _COMPILER = "g++"
 
 
@@ -48,6 +48,7 @@ class Card:
 CARDS: dict[Architecture, Card] = {
     "sm_80": Card("NVIDIA A100-SXM4-80GB", 8, 0, 108, 40 * 2**20, 163 * 2**10, 164 * 2**10),
     "sm_90": Card("NVIDIA H100 80GB HBM3", 9, 0, 132, 50 * 2**20, 227 * 2**10, 228 * 2**10),
+    "sm_100": Card("NVIDIA B200", 10, 0, 148, 126 * 2**20, 227 * 2**10, 228 * 2**10, 180 * 2**30),
 }
 
 

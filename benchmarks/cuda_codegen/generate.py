@@ -42,6 +42,7 @@ from gpt2lab.config.schema import OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed import strategy
 from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.model import loss_kernel
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.train_step import train_step
@@ -66,6 +67,8 @@ def take_steps(case: Case) -> dict[str, Any]:
         with runtime.device:
             model = GPT(case.model)
             ids = torch.zeros(2, case.micro_batch, case.model.context_length, dtype=torch.int64)
+        if case.loss_kernel:  # without the check, which reads values
+            model.loss_kernel = loss_kernel.cross_entropy_
         how = strategy.Strategy(runtime, system)
         trained = how.prepare(model)
         optim = OptimConfig(optimizer=case.optimizer)

@@ -13,11 +13,15 @@ from typing import Any
 from benchmarks.cuda_codegen.allocations import held_bytes
 
 _DEFINITION = re.compile(
-    r"async_compile\.triton\('(?P<name>\w+)', '''(?P<source>.*?)''', device_str", re.S
+    r"^(?P<run>\w+) = async_compile\.triton\('(?P<name>\w+)', '''(?P<source>.*?)''', device_str",
+    re.S | re.M,
 )
 _BYTES = re.compile(r"'kernel_num_gb': (?P<gb>[\d.e+-]+)")
-_RUN = re.compile(r"^ +(triton_\w+)\.run\(", re.M)
+_LOSS = re.compile(r"cross_entropy_kernel_0\.run\(.* (?P<rows>\d+), 1, 1, stream")
+_RUN = re.compile(r"^ +(triton_\w+|cross_entropy_kernel_0)\.run\(", re.M)
 _LIBRARY = re.compile(r"^ +(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.(]", re.M)
+_INSTRUCTION = re.compile(r"^\s+/\*(?P<at>[0-9a-f]{4,})\*/\s+(?P<text>.*?);", re.M)
+_JUMP = re.compile(r"BRA\b.* 0x(?P<to>[0-9a-f]+)")
 _USED = re.compile(r"Used (\d+) registers")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _GROUPS = (  # the first that a kernel's name contains
@@ -59,11 +63,17 @@ def read_graph(module: str, *, is_backward: bool) -> Graph:
     kernels = []
     for found in _DEFINITION.finditer(module):
         name, source = found["name"], found["source"]
-        size = _BYTES.search(source)
-        assert size is not None, f"{name}: Inductor does not say its bytes"
         index = "int64" if "numel': 'i64'" in source else "int32"
-        moved = round(1e9 * float(size["gb"]))
-        kernels.append(Kernel(name, _group(name), runs.pop(name), moved, index, source))
+        if name == "cross_entropy_kernel":  # logits to gradients, 2 bytes each; targets; losses
+            rows, columns = _LOSS.search(body), re.search(r"'V': (\d+)", source)
+            assert rows is not None
+            assert columns is not None
+            moved, index = int(rows["rows"]) * (4 * int(columns[1]) + 12), "int64"
+        else:
+            size = _BYTES.search(source)
+            assert size is not None, f"{name}: Inductor does not say its bytes"
+            moved = round(1e9 * float(size["gb"]))
+        kernels.append(Kernel(name, _group(name), runs.pop(found["run"]), moved, index, source))
     assert not runs, f"kernels of another form: {sorted(runs)}"
     library = dict(Counter(_LIBRARY.findall(body)))
     return Graph(is_backward, kernels, library, *held_bytes(module, is_backward=is_backward))
@@ -77,7 +87,7 @@ def _group(name: str) -> str:
 
 
 def resources(kernel_name: str, source: str) -> list[dict[str, Any]]:
-    """Return registers, stack and spills by Triton's ptxas, one row per launch setting.
+    """Return registers, stack, spills and instructions by Triton's ptxas, one row per launch setting.
 
     A GPU would time these settings and keep the fastest.
     """
@@ -86,7 +96,7 @@ def resources(kernel_name: str, source: str) -> list[dict[str, Any]]:
 
     tuner = getattr(PyCodeCache.load(source), kernel_name)
     tuner.precompile(warm_cache_only=True)
-    assembler = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
     rows = []
     for compiled in tuner.compile_results:
         with tempfile.TemporaryDirectory() as folder:
@@ -94,9 +104,19 @@ def resources(kernel_name: str, source: str) -> list[dict[str, Any]]:
             ptx.write_text(compiled.kernel.asm["ptx"])
             target = re.search(r"^\.target (\w+)", compiled.kernel.asm["ptx"], re.M)
             assert target is not None
-            command = [str(assembler), "-v", f"--gpu-name={target[1]}", str(ptx)]
-            command += ["-o", str(Path(folder) / "kernel.cubin")]
+            assembler = "ptxas-blackwell" if target[1].startswith("sm_10") else "ptxas"
+            code = str(Path(folder) / "kernel.cubin")
+            command = [
+                str(tools / assembler),
+                "-v",
+                f"--gpu-name={target[1]}",
+                str(ptx),
+                "-o",
+                code,
+            ]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            command = [str(tools / "cuobjdump"), "-sass", code]
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, frame = _USED.search(said), _FRAME.search(said)
         assert registers is not None, said
         assert frame is not None, said
@@ -106,6 +126,16 @@ def resources(kernel_name: str, source: str) -> list[dict[str, Any]]:
                 "registers": int(registers[1]),
                 "stack_bytes": int(frame[1]),
                 "spill_bytes": int(frame[2]) + int(frame[3]),
+                **_instructions(sass),
             }
         )
     return rows
+
+
+def _instructions(sass: str) -> dict[str, Any]:
+    """Return how many instructions a kernel has, and of them those of each loop: what a jump backwards encloses."""
+    code = {int(found["at"], 16): found["text"] for found in _INSTRUCTION.finditer(sass)}
+    jumps = {at: int(to["to"], 16) for at, text in code.items() if (to := _JUMP.search(text))}
+    spans = [(to, at) for at, to in jumps.items() if to < at]  # the end jumps to itself
+    loops = [sum(to <= place <= at for place in code) for to, at in spans]
+    return {"instructions": len(code), "loops": loops}

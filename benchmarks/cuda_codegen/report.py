@@ -41,6 +41,7 @@ class Case:
     preset: ModelName = "gpt2"
     by_region: bool = False  # compiled as a deep model is
     optimizer: Optimizer = "adamw"
+    loss_kernel: bool = True  # the loss by our kernel, not by torch.compile's
 
     @property
     def model(self) -> ModelConfig:
@@ -125,6 +126,7 @@ def count(
     graphs: Graphs,
     attention: Kernel,
     ddp_bucket_mb: float | None,
+    loss: Literal["kernel", "compiled"],
 ) -> dict[str, Any]:
     """Count every architecture and micro-batch size."""
     n_layer = preset(model).model.n_layer
@@ -132,7 +134,16 @@ def count(
     tables = []
     for architecture in architectures:
         cases = [
-            Case(layer, B, attention, ddp_bucket_mb, layer == layers[0], model, by_region)
+            Case(
+                layer,
+                B,
+                attention,
+                ddp_bucket_mb,
+                machine_code=layer == layers[0],
+                preset=model,
+                by_region=by_region,
+                loss_kernel=loss == "kernel",
+            )
             for B in micro_batches
             for layer in layers
         ]
@@ -154,6 +165,12 @@ def count(
                     "graph_breaks": max(case["graph_breaks"] for case in pair),
                     "recompiles": max(case["recompiles"] for case in pair),
                     "int64": [k["name"] for k in kernels_of(pair[:1]) if k["index"] == "int64"],
+                    "loss": [
+                        {"name": k["name"], "bytes": k["bytes"], **row}
+                        for k in kernels_of(pair[:1])
+                        if k["group"] == "cross-entropy"
+                        for row in k["machine_code"]
+                    ],
                     **{
                         f"most_{name}": max(row[name] for row in code)
                         for name in ("registers", "stack_bytes", "spill_bytes")
@@ -203,7 +220,17 @@ def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
         + ", ".join(f"{c['seconds']:.0f} ({c['case']['n_layer']} layers)" for c in table["cases"]),
         f"at most {table['most_registers']} registers, {table['most_stack_bytes']} bytes of stack, "
         f"{table['most_spill_bytes']} bytes of spills a thread",
+        *(f"loss: {_describe_code(row)}" for row in table["loss"]),
         f"kernels that index in int64: {len(table['int64'])}",
         *(f"- {name}" for name in table["int64"]),
     ]
     return "\n".join(lines)
+
+
+def _describe_code(row: dict[str, Any]) -> str:
+    loops = f", {row['loops']} of them in loops" if row["loops"] else ""
+    return (
+        f"{row['instructions']} instructions{loops}, {row['registers']} registers, "
+        f"{row['spill_bytes']} bytes of spills, {row['settings']['num_warps']} warps, "
+        f"{row['bytes'] / 1e9:.2f} GB: {row['name']}"
+    )
