@@ -49,7 +49,10 @@ GROUPS = ("matmul", "attention", "cross-entropy", "elementwise", "optimizer", "c
 _PATTERNS = (
     ("communication", r"nccl|gloo|c10d|all_reduce|allreduce|reduce_scatter|all_gather"),
     ("optimizer", r"adam|Optimizer\.|multi_tensor|foreach|linalg_vector_norm|clip_grad|lamb|muon"),
-    ("cross-entropy", r"log_softmax|nll_loss|cross_entropy|logsumexp|fused_.*_gather"),
+    (
+        "cross-entropy",
+        r"log_softmax|nll_loss|cross_entropy|logsumexp|fused_.*_gather|softmax_online",
+    ),
     (
         "attention",
         r"scaled_dot_product|flash|fmha|sdpa|attention|\bbmm\b|baddbmm|aten::_softmax|_softmax_backward_data"

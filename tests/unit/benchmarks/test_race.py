@@ -266,6 +266,7 @@ OPERATORS = {
     ),
     "cross-entropy": (
         *("aten::nll_loss_backward", "triton_red_fused__log_softmax__to_copy_view_3"),
+        *("triton_red_fused_eq_exp_prepare_softmax_online_12", "cross_entropy_kernel"),
         "graph_0_cpp_fused__log_softmax__to_copy_nll_loss_forward_5",
         "graph_0_cpp_fused__to_copy_add_amax_arange_clamp_eq_exp_gather_ge_7",
     ),
