@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt
+from gpt2lab.files import read_regular
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
 from gpt2lab.planner.hardware import Hardware
@@ -191,6 +194,17 @@ class EventCosts:
         return Interval.log_normal(max(self.seconds.get(kind, 0.0) * count, 1e-9), sigma)
 
 
+@functools.cache
+def _count_items(path: Path | None) -> int:
+    """Count the lines of a run's HellaSwag; as many as are published if it is not here yet."""
+    if path is None:
+        return HELLASWAG_ITEMS
+    try:
+        return max(1, read_regular(path, at_most=1 << 30, follow=True).count(b"\n"))
+    except OSError:
+        return HELLASWAG_ITEMS
+
+
 def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
     """Return the cost of start, compilation, evaluations, samples and checkpoints.
 
@@ -212,7 +226,8 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
         2 * count_matmul_parameters(model) * machine.rates.seconds_per_unit[0] * 16,
         least,
     )
-    items = evals.hellaswag_limit or HELLASWAG_ITEMS
+    items = _count_items(evals.hellaswag_path)
+    items = min(evals.hellaswag_limit or items, items)
     texts = 2 if evals.hellaswag_metrics == "all" else 1
     hellaswag_item = texts * max(HELLASWAG_TOKENS * uncompiled, least)
     if "hellaswag" in known:

@@ -117,7 +117,7 @@ def pretrain(
             start = check_kernels(start, model, runtime)
             observers.resolved(start, runtime, signals)
             folder = _open_folder(start, runtime)
-            # A rejection while building leaves nothing on disk.
+            # A rejection while building leaves nothing in it but its lock.
             components = build(start, runtime, model, recipe)
             _train(components, signals, folder, began, observers, planner)
     except Exception as error:

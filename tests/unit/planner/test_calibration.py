@@ -118,8 +118,10 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update():
         assert updates == updated
 
 
-def test_the_cost_of_hellaswag_is_learned_from_a_run():
+def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
     """An item in one text that costs as much as training on 100 tokens, predicted for two texts and for one."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("{}\n" * 12)
     config = preset("gpt2-nano")
     steps = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5}
     steps["peak_memory_bytes"] = 1
@@ -136,14 +138,18 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run():
         source="run",
     )
     assert line["ratios"]["hellaswag"] == pytest.approx(100)
-    for metrics, texts in (("all", 2), ("harness", 1)):
-        asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
+    for metrics, texts, path, items in (
+        *(("all", 2, None, 30), ("harness", 1, tmp_path / "not here", 30)),
+        ("harness", 1, few, 12),
+    ):
+        of = {"hellaswag_metrics": metrics, "hellaswag_path": path, "hellaswag_limit": 30}
+        asked = override(config, of)
         job = Job(asked, max_steps=10, world_size=1, dtype="bf16", compiled=False)
         a_card = on("H100", compiled=False)
         costs = event_costs(job, dataclasses.replace(a_card, ratios=line["ratios"]), KNOWN)
         one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
         training = a_card.rates.seconds((*one[:4], 0.0, *one[5:])) / job.micro_batch
-        expected = 30 * texts * 100 * training / config.model.context_length
+        expected = items * texts * 100 * training / config.model.context_length
         assert costs.seconds["hellaswag"] == pytest.approx(expected)
 
 
