@@ -11,7 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (REPOSITORY / "src" / "train.py").is_file()  # else in some site-packages
-LAUNCHED = "GPT2LAB_LAUNCHED"  # set for the ranks of --gpus, whose errors the parent prints
+LAUNCHED = "GPT2LAB_LAUNCHED"  # for the ranks of --gpus, whose errors the parent prints: how the parent was called
 
 
 def from_repository(path: Path) -> Path:
@@ -35,7 +35,8 @@ def command_words(verb: str, processes: int = 1) -> list[str]:
     They have the form in which this program was called, where the verb has it: `gpt2lab`, `python -m gpt2lab`, a
     script, or `torchrun`; several processes are the flag --gpus of the others.
     """
-    called, is_installed = Path(sys.argv[0]), (Path(sys.executable).parent / "gpt2lab").exists()
+    called = Path(os.environ.get(LAUNCHED, sys.argv[0]))
+    is_installed = (Path(sys.executable).parent / "gpt2lab").exists()
     by_module = called.parts[-2:] == ("gpt2lab", "__main__.py")
     by_script = called.suffix == ".py" and called.name != "__main__.py"
     by_torchrun = "RANK" in os.environ and LAUNCHED not in os.environ

@@ -56,7 +56,7 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
 
     logging.disable()  # the launcher's account of every process that it ends
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: losses are the same bits
-    os.environ |= {PARENT: str(os.getpid()), LAUNCHED: "1"}
+    os.environ |= {PARENT: str(os.getpid()), LAUNCHED: sys.argv[0]}
     program = paths.trainer("finetune" if recipe == "finetune" else "train")
     with TemporaryDirectory(prefix="gpt2lab_ranks_") as folder:
         config = LaunchConfig(

@@ -118,6 +118,10 @@ def test_a_verb_has_the_form_that_was_typed(
     assert " ".join(paths.command_words("train")) == train
     assert " ".join(paths.command_words("status")) == status
     assert " ".join(paths.command_words("train", 2)) == f"{train} --gpus 2"
+    with monkeypatch.context() as of_rank:  # of --gpus
+        of_rank.setattr(sys, "argv", ["src/train.py"])
+        of_rank.setenv(paths.LAUNCHED, called)
+        assert " ".join(paths.command_words("train", 2)) == f"{train} --gpus 2"
     if called == "src/train.py":  # as torchrun calls it
         monkeypatch.setenv("RANK", "0")
         many = "torchrun --nproc_per_node=2 src/train.py"
