@@ -54,11 +54,12 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     if imported is not None and not imported.expanduser().exists():
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     starts_ranks = actions.gpus is not None and ranks > 1 and paths.LAUNCHED not in os.environ
-    if starts_ranks and not actions.preflight and request.resume is None:
+    keeps_batch = request.resume is not None and not request.fixes_mini_batch
+    if starts_ranks and not (actions.preflight or keeps_batch):
         from gpt2lab.interop.core import open_core
         from gpt2lab.training.resolve import resolve
 
-        # Before torch. Of a resume the ranks alone read every byte of the checkpoint.
+        # Before torch. Of a resume that keeps its batch the ranks alone read every byte of the checkpoint.
         open_core(resolve(request, recipe, world_size=ranks, set_aside=False, planner=planner))
     # From here on torch is imported: seconds that the actions above do not owe.
     if starts_ranks:

@@ -92,14 +92,15 @@ atexit.register(lambda: print("torch" in sys.modules))
 @pytest.mark.parametrize(
     "typed",
     [
-        pytest.param("--device=cuda", marks=needs_no_gpu),
-        pytest.param("--tasks=piqa,piqua", marks=needs_lm_eval),
+        pytest.param("evaluate {} --device=cuda", marks=needs_no_gpu),
+        pytest.param("evaluate {} --tasks=piqa,piqua", marks=needs_lm_eval),
+        "train --run_name={} --resume=auto --gpus=2 --total_batch_size=33",
     ],
 )
-def test_a_rejection_of_a_device_or_a_task_does_not_wait_for_torch(typed, tiny_run, tmp_path):
+def test_a_rejection_does_not_wait_for_torch(typed, tiny_run, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
     run = tiny_run(max_steps=1)
-    words = ["evaluate", run.path.name, "--checkpoint_dir", str(run.path.parent), typed]
+    words = [*typed.format(run.path.name).split(), "--checkpoint_dir", str(run.path.parent)]
     done = launch.python(launch.MAIN, *words, PYTHONPATH=f"{tmp_path}:{TRAIN.parent}")
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
