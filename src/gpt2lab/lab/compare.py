@@ -1,7 +1,8 @@
 """Whether two evaluations, or two groups of runs over several seeds, differ by more than noise. No torch."""
 
+import functools
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gpt2lab.lab import over_seeds
 from gpt2lab.lab.over_seeds import LOSS, SMALLEST, Comparison
 from gpt2lab.lab.stats import ALPHA, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import evaluations, history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.target import find_folder, find_run, is_model, is_run, run_and_step
 
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
@@ -51,10 +53,11 @@ def compare(
 
     Raises: DataError if they have nothing in common or were measured on different units.
     """
+    read = functools.cache(read_results)  # a file that both names mean is one object
     found = [
         {
             key: results
-            for key, results in find_results(name, checkpoint_dir).items()
+            for key, results in find_results(name, checkpoint_dir, read).items()
             if only in (None, results.kind)
         }
         for name in (name_a, name_b)
@@ -71,6 +74,8 @@ def compare(
         )
     for a, b in pairs:
         require_same_units(a, b)
+        if a is b:
+            say(f"note: {name_a} and {name_b} mean the same {a.kind} results; name two to compare")
     return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
 
 
@@ -91,13 +96,15 @@ def require_same_units(a: Results, b: Results) -> None:
     )
 
 
-def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
+def find_results(
+    name: str, checkpoint_dir: Path, read: Callable[[Path], Results] = read_results
+) -> dict[str, Results]:
     """Return the results that a file, a folder of evaluate.py --save, a run (its newest) or a checkpoint holds.
 
     Raises: DataError naming the file; ConfigError if there is none of this name.
     """
     if name.endswith(".npz"):
-        return _by_what([read_results(Path(name).expanduser())])
+        return _by_what([read(Path(name).expanduser())])
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
         return {}
@@ -112,7 +119,7 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
                 files.append(file_of_step(run_dir, kind, max(steps)))
         for task, (step, _) in evaluations.newest_tasks(run_dir, log, only_step).items():
             files.append(evaluations.file_of(evaluations.items_folder(run_dir, step), task))
-    return _by_what([read_results(path) for path in files if path.exists()])
+    return _by_what([read(path.resolve()) for path in files if path.exists()])
 
 
 def _by_what(found: list[Results]) -> dict[str, Results]:

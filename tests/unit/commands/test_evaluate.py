@@ -191,6 +191,8 @@ def test_one_step_against_another_and_saved_results(folder):
     assert again["metrics"]["val_loss"]["difference"] == 0
     assert again["metrics"]["val_loss"]["within_noise"] is True
     assert [again["metrics"]["val_loss"][f"step_{which}"] for which in "ab"] == [2, 2]
+    _, _, said = launch.call("compare", "a@4", "a@latest", "--checkpoint_dir=runs", folder=folder)
+    assert said.startswith("note: a@4 and a@latest mean the same validation results; ")
 
 
 def synthetic(path: Path, values: np.ndarray, items: str = "x") -> str:
