@@ -100,7 +100,10 @@ LONG = {
     "bisect r_seed1 r_seed2": ("lab.bisect.bisect", "working"),
     "compare r_seed1 r_seed2": ("lab.compare.find_results", "working"),
     "report r_seed1": ("report.page.render", "working"),
-    "export r_seed1 --out {folder}/export": ("interop.export.load_weights", "working"),
+    "export r_seed1 --out {folder}/export": (
+        "interop.export.write_card",
+        "writing and checking {folder}/export",
+    ),
     "prepare {folder}/text.txt --out {folder}/prepared": (
         "data.prepare.pipeline.prepare",
         "working",
@@ -114,6 +117,7 @@ LONG = {
 def test_every_command_says_what_it_does_while_it_takes_long(command, folder, monkeypatch):
     """Each function ends only when its command has said so: without that, the test waits in vain."""
     place, expected = LONG[command]
+    expected = expected.format(folder=folder)
     said: list[str] = []
     monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(entry, "_LOOK_SECONDS", 0.01)

@@ -14,7 +14,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import TARGET, argument, option, required
 from gpt2lab.errors import ConfigError
-from gpt2lab.runs.console import say
+from gpt2lab.runs.console import doing, say
 from gpt2lab.runs.target import find_target
 
 # The types of the weights that each format has; the first is the default.
@@ -47,16 +47,17 @@ def main(argv: list[str]) -> int:
     shard_bytes = _check(flags)
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
     out, dtype = paths.from_working_directory(flags.out), flags.dtype
-    if flags.format == "gguf":  # torch comes from here on, so a wrong name does not wait for it
-        from gpt2lab.interop.gguf_file import export_gguf
+    with doing(f"writing and checking {paths.display_path(out)}"):
+        if flags.format == "gguf":  # torch comes from here on, so a wrong name does not wait for it
+            from gpt2lab.interop.gguf_file import export_gguf
 
-        found, warnings = export_gguf(target, out=out, dtype=dtype)
-    else:
-        from gpt2lab.interop.export import export
+            found, warnings = export_gguf(target, out=out, dtype=dtype)
+        else:
+            from gpt2lab.interop.export import export
 
-        found, warnings = export(
-            target, out=out, dtype=dtype, push_to_hub=flags.push_to_hub, shard_bytes=shard_bytes
-        )
+            found, warnings = export(
+                target, out=out, dtype=dtype, push_to_hub=flags.push_to_hub, shard_bytes=shard_bytes
+            )
     for warning in warnings:
         say(f"warning: {warning}")
     whose = (
