@@ -56,20 +56,16 @@ def main(argv: list[str]) -> int:
         groups = compare.compare_groups(
             flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
         )
-        print(
-            json.dumps(compare.groups_as_json(groups))
-            if flags.json
-            else compare.describe_groups(groups)
-        )
-        return 0
-    if flags.smallest_difference is not None:
+        document, text = compare.groups_as_json(groups), compare.describe_groups(groups)
+    elif flags.smallest_difference is not None:
         raise ConfigError(
             "--smallest_difference is for groups of runs, such as 'a_seed*' 'b_seed*'"
         )
-    differences = compare.compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
-    metrics = {difference.metric: asdict(difference) for difference in differences}
-    document = {"a": flags.a, "b": flags.b, "noise": ALPHA, "metrics": metrics}
-    text = compare.describe_differences(flags.a, flags.b, differences)
+    else:
+        differences = compare.compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
+        metrics = {difference.metric: asdict(difference) for difference in differences}
+        document = {"a": flags.a, "b": flags.b, "noise": ALPHA, "metrics": metrics}
+        text = compare.describe_differences(flags.a, flags.b, differences)
     if flags.explain:
         from gpt2lab.lab import explain
 

@@ -23,8 +23,9 @@ from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import ConfigError
 
 _TRUE_FALSE = {"true", "false", "yes", "no", "on", "off"}
-# The trainer's lengths, as the programs call them that only predict or time steps.
-_LENGTHS = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"}
+# The trainer's lengths, as the programs call them that only predict or time steps; nanoGPT's flags of sample.py.
+_NAMED = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"}
+_NAMED |= {"start": "prompt", "out_dir": "checkpoint_dir"}
 Unknown = Callable[[str, Collection[str]], str]  # (a flag, the known ones) -> what may be meant
 Elsewhere = Callable[[str, str], str | None]  # (a flag, its value in another program) -> ours
 T = TypeVar("T")
@@ -109,8 +110,8 @@ def parse_flags(
 
 def unknown_flag(name: str, known: Collection[str]) -> str:
     """Say what may have been meant by a flag that a command does not have."""
-    if _LENGTHS.get(name) in known:
-        return f"here it is --{_LENGTHS[name]}"
+    if _NAMED.get(name) in known:
+        return f"here it is --{_NAMED[name]}"
     if name == "fsdp_offload":
         return "what it moves to the CPU's memory is not counted; leave it out, for fsdp without it"
     return fmt.did_you_mean(name, known, "see --help", flag="--")

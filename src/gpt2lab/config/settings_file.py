@@ -167,7 +167,7 @@ def _read_text(path: Path) -> str:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(
-            f"--config {path}: give a .toml or .json file, such as a run's config.json"
+            f"--config {path}: give a .toml or .json file, as --save_config writes it"
         )
     try:
         if path.suffix == ".toml":

@@ -54,17 +54,11 @@ def compare(
     Raises: DataError if they have nothing in common or were measured on different units.
     """
     read = functools.cache(read_results)  # a file that both names mean is one object
-    found = [
-        {
-            key: results
-            for key, results in find_results(name, checkpoint_dir, read).items()
-            if only in (None, results.kind)
-        }
-        for name in (name_a, name_b)
-    ]
-    pairs = [(results, found[1][key]) for key, results in found[0].items() if key in found[1]]
+    of_a, of_b = (find_results(name, checkpoint_dir, read) for name in (name_a, name_b))
+    keys = [key for key, results in of_a.items() if only in (None, results.kind)]
+    pairs = [(of_a[key], of_b[key]) for key in keys if key in of_b]
     if not pairs:
-        lacks = name_b if found[0] else name_a
+        lacks = name_b if keys else name_a
         folder = None if lacks.endswith(".npz") else find_folder(lacks, checkpoint_dir)
         if folder is not None and not (is_model(folder) or run_and_step(folder)):
             raise DataError(f"{lacks}: neither results of gpt2lab evaluate --save, nor a model")

@@ -101,6 +101,7 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
         return Target(name, folder, None)
     raise CheckpointError(
         f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2, whose {HF_CONFIG} has a model_type"
+        + "; nanoGPT's ckpt.pt: gpt2lab runs import FILE" * (folder / "ckpt.pt").is_file()
     )
 
 
@@ -121,6 +122,8 @@ def find_folder(name: str, checkpoint_dir: Path, *, hub: bool = True) -> Path | 
     """
     full = full_name(name, checkpoint_dir, hub=hub)
     folder = catalog.find_folder(full, checkpoint_dir) if full[:3] != HUB else None
+    if folder is None and name.endswith(".pt"):
+        raise ConfigError(f"{name}: no folder; a file of nanoGPT: gpt2lab runs import {name}")
     if folder is None and not (hub and re.fullmatch(_OF_THE_HUB, name)):
         also = f" (a model of the Hub is {HUB}NAME)" if hub else ""
         raise ConfigError(

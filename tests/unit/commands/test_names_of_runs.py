@@ -161,7 +161,7 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
     for name in ("hf:r", "gpt2", "hf:gpt2-n", "org/name"):  # on the Hub
         assert find_folder(name, runs) is None
     assert find_run("gpt2", runs) == runs / "gpt2-nano_1"  # a command that takes runs alone
-    for name in ("distilgpt2", "r/step_9", "gpt2-n@best", "../x"):
+    for name in ("distilgpt2", "r/step_9", "gpt2-n@best", "../x", "out/ckpt.pt"):
         with pytest.raises(ConfigError):
             find_folder(name, runs)
     with pytest.raises(ConfigError):  # no readable checkpoint

@@ -407,12 +407,13 @@ def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path):
 
 def test_files_that_are_not_read_are_counted_by_kind(tmp_path):
     corpus = _as_folder_of_text(tmp_path)
-    for name in ("a.pdf", "b.pdf", "c.tar.gz"):
+    for name in ("a.pdf", "b.pdf", "c.tar.gz", "train.bin"):
         (corpus / name).write_text("of another kind")
     result = run_prepare(corpus, tmp_path / "out")
     (warning,) = result.warnings
-    assert warning.startswith("not read (unknown kinds of files): ")
-    assert {"2 .pdf", "1 .tar.gz", "1 without suffix"} == set(warning.split(": ")[1].split(", "))
+    begin, kinds = warning.removesuffix("; token files: gpt2lab data import FOLDER").split(": ")
+    assert begin == "not read (unknown kinds of files)"
+    assert {"2 .pdf", "1 .tar.gz", "1 .bin", "1 without suffix"} == set(kinds.split(", "))
 
 
 def test_packed_text_is_held_out_by_its_real_size(tmp_path):

@@ -222,6 +222,7 @@ def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
 
 
 _KNOWN = f"{', '.join(KINDS)}, all but .parquet also as {', '.join(PACKINGS)}"
+_TOKEN_FILES = "; token files: gpt2lab data import FOLDER"
 
 
 def _local(path: Path, text_column: str) -> TextSource:
@@ -233,7 +234,7 @@ def _local(path: Path, text_column: str) -> TextSource:
     for file in paths:
         kind = kind_of(file.name)
         if kind is None:
-            ids = "; token files: gpt2lab data import FOLDER" * (file.suffix in (".bin", ".npy"))
+            ids = _TOKEN_FILES * (file.suffix in (".bin", ".npy"))
             raise DataError(f"{file}: unknown kind of file; supported: {_KNOWN}{ids}")
         if not file.is_file():
             raise DataError(f"{file}: not a file (a dangling link?)")
@@ -241,6 +242,7 @@ def _local(path: Path, text_column: str) -> TextSource:
         files.append(File(name, file.stat().st_size, str(file.absolute()), kind))
     name = _plain(path.resolve().name.split(".")[0])
     counted = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
+    counted += _TOKEN_FILES * any(suffix in others for suffix in (".bin", ".npy"))
     return TextSource(
         name=name,
         dataset=name,
