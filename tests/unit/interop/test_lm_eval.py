@@ -18,8 +18,8 @@ from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
 from gpt2lab.commands.evaluate import Evaluate, evaluate
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation import hellaswag
 from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.interop import scoring
 from gpt2lab.interop.export import export
 from gpt2lab.report.page import render
 from gpt2lab.runs.target import find_target
@@ -210,7 +210,7 @@ def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder):
 def test_answers_are_taken_from_lm_evals_cache(folder, tmp_path, monkeypatch):
     model, cache = ours(folder, "plain"), str(tmp_path / "cache")
     first = measure(folder, model, use_cache=cache)
-    monkeypatch.setattr(hellaswag, "_predict", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(scoring, "predict_endings", lambda *_: pytest.fail("computed again"))
     again = measure(folder, model, use_cache=cache)
     assert again["results"] == first["results"]
 
