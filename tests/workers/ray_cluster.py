@@ -19,16 +19,41 @@ cluster = Cluster(
 )
 start = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1"]
 start += [f"--address={cluster.address}", f"--object-store-memory={LITTLE}"]
-node = subprocess.Popen([*sys.argv[1:], *start], stdout=subprocess.DEVNULL)
+nodes: list[subprocess.Popen[bytes]] = []
+
+
+def second_node() -> subprocess.Popen[bytes]:
+    """Start the second node; a driver joins either of the two, by their ids, and must outlive this one."""
+    while True:
+        nodes.append(subprocess.Popen([*sys.argv[1:], *start], stdout=subprocess.DEVNULL))
+        for _ in range(2):  # who joins before the second node is there joins the first
+            ray.init(cluster.address, log_to_driver=False)
+            while sum(node["Alive"] for node in ray.nodes()) < 2:
+                time.sleep(0.1)
+            joined = ray.get_runtime_context().get_node_id()
+            ray.shutdown()
+        if joined == cluster.head_node.node_id:
+            return nodes[-1]
+        end(nodes[-1])
+
+
+def end(node: subprocess.Popen[bytes]) -> None:
+    """End a node and what it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(node.pid).children(recursive=True)
+        for process in processes:
+            process.terminate()
+        psutil.wait_procs(processes, timeout=10)
+        for process in (*processes, psutil.Process(node.pid)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    node.wait()
+
+
 try:
-    ray.init(cluster.address, log_to_driver=False)
-    while len(ray.nodes()) < 2:
-        time.sleep(0.1)
-    ray.shutdown()
-    print(f"{cluster.address}\n{node.pid}", flush=True)
+    print(f"{cluster.address}\n{second_node().pid}", flush=True)
     sys.stdin.read()
 finally:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (*psutil.Process(node.pid).children(recursive=True), node):
-            process.kill()
+    for node in nodes:
+        end(node)
     cluster.shutdown()
