@@ -14,46 +14,42 @@ import ray
 from ray.cluster_utils import Cluster
 
 LITTLE = 80_000_000  # bytes of an object store
-cluster = Cluster(
-    initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": LITTLE}
-)
-start = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1"]
-start += [f"--address={cluster.address}", f"--object-store-memory={LITTLE}"]
-nodes: list[subprocess.Popen[bytes]] = []
-
-
-def second_node() -> subprocess.Popen[bytes]:
-    """Start the second node; a driver joins either of the two, by their ids, and must outlive this one."""
-    while True:
-        nodes.append(subprocess.Popen([*sys.argv[1:], *start], stdout=subprocess.DEVNULL))
-        for _ in range(2):  # who joins before the second node is there joins the first
-            ray.init(cluster.address, log_to_driver=False)
-            while sum(node["Alive"] for node in ray.nodes()) < 2:
-                time.sleep(0.1)
-            joined = ray.get_runtime_context().get_node_id()
-            ray.shutdown()
-        if joined == cluster.head_node.node_id:
-            return nodes[-1]
-        end(nodes[-1])
 
 
 def end(node: subprocess.Popen[bytes]) -> None:
     """End a node and what it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        processes = psutil.Process(node.pid).children(recursive=True)
-        for process in processes:
-            process.terminate()
-        psutil.wait_procs(processes, timeout=10)
-        for process in (*processes, psutil.Process(node.pid)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for process in (*psutil.Process(node.pid).children(recursive=True), node):
+            process.kill()
     node.wait()
 
 
+def node_of_a_driver(address: str) -> str:
+    """Return the id of the node that drivers join: of all with their address, one by the nodes' ids."""
+    ray.init(address, log_to_driver=False)
+    joined: str = ray.get_runtime_context().get_node_id()
+    while len(ray.nodes()) < 2:
+        time.sleep(0.1)
+    ray.shutdown()
+    return joined
+
+
+while True:
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": LITTLE}
+    )
+    start = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1"]
+    start += [f"--address={cluster.address}", f"--object-store-memory={LITTLE}"]
+    node = subprocess.Popen([*sys.argv[1:], *start], stdout=subprocess.DEVNULL)
+    node_of_a_driver(cluster.address)  # waits for the second node
+    if node_of_a_driver(cluster.address) == cluster.head_node.node_id:
+        break
+    # Drivers would be lost with the second node, which the tests kill.
+    end(node)
+    cluster.shutdown()
 try:
-    print(f"{cluster.address}\n{second_node().pid}", flush=True)
+    print(f"{cluster.address}\n{node.pid}", flush=True)
     sys.stdin.read()
 finally:
-    for node in nodes:
-        end(node)
+    end(node)
     cluster.shutdown()
