@@ -39,11 +39,10 @@ def command_words(verb: str, processes: int = 1) -> list[str]:
     is_installed = (Path(sys.executable).parent / "gpt2lab").exists()
     by_module = called.parts[-2:] == ("gpt2lab", "__main__.py")
     by_script = called.suffix == ".py" and called.name != "__main__.py"
-    by_torchrun = "RANK" in os.environ and LAUNCHED not in os.environ
     gpus = ["--gpus", str(processes)] * (processes > 1)
     if verb in ("train", "finetune") and (by_script or not (is_installed or by_module)):
         launcher = [program("python")]
-        if processes > 1 and by_torchrun:
+        if processes > 1 and "RANK" in os.environ and LAUNCHED not in os.environ:
             launcher, gpus = [program("torchrun"), f"--nproc_per_node={processes}"], []
         return [*launcher, *(display_path(Path(word)) for word in trainer(verb)), *gpus]
     if by_module or not is_installed:

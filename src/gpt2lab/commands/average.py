@@ -91,11 +91,8 @@ def main(argv: list[str]) -> int:
         [*paths.command_words("evaluate"), name]
         + [f"--checkpoint_dir={flags.checkpoint_dir}"] * (flags.checkpoint_dir is not None)
     )
-    print(
-        json.dumps(found)
-        if flags.json
-        else f"{paths.display_path(folder)}: the average of steps {steps} of {run_dir.name}; measure it with: {next_}"
-    )
+    text = f"{paths.display_path(folder)}: the average of steps {steps} of {run_dir.name}; measure it with: {next_}"
+    print(json.dumps(found) if flags.json else text)
     return 0
 
 

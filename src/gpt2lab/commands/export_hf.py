@@ -60,15 +60,10 @@ def main(argv: list[str]) -> int:
             )
     for warning in warnings:
         say(f"warning: {warning}")
-    whose = (
-        "transformers' logits" if flags.format == "transformers" else "logits of the file's weights"
-    )
-    print(
-        json.dumps(found)
-        if flags.json
-        else f"{paths.display_path(Path(found['out']))}: {found['parameters']:,} parameters, {found['dtype']}; "
-        f"{whose} differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
-    )
+    whose = {"transformers": "transformers' logits", "gguf": "logits of the file's weights"}
+    size = f"{found['parameters']:,} parameters, {found['dtype']}"
+    error = f"{whose[flags.format]} differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
+    print(json.dumps(found) if flags.json else f"{paths.display_path(out)}: {size}; {error}")
     return 0
 
 
