@@ -170,10 +170,11 @@ def advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
     files = manifest["files"]
     train = sum(file["tokens"] for file in files if file["split"] == "train")
-    shortest = min(file["tokens"] for file in files)
+    shortest, of = min((file["tokens"], file["split"]) for file in files)
     flags = auto.choose_first_run(train, shortest, affordable=affordable)
     if not flags:
-        return [f"{train} tokens are too few to train on, {shortest} in a shard; prepare more text"]
+        few = f"too little text: {train:,} tokens to train on, {shortest:,} in a {of} shard"
+        return [f"{few}; prepare more text, or longer documents"]
     if planned(words(**flags))[0].disk_bytes > auto.FIRST_RUN_BYTES:
         flags |= {"keep_checkpoints": 1, "epoch_checkpoints": "off"}
     plan, found = planned(command := words(**flags))

@@ -74,7 +74,8 @@ GONE = {
     **{name: f"runs {name}" for name in ("list", "rm", "archive", "sync")},
     **{name: f"runs {name}" for name in ("rebuild-tensorboard", "repair-log")},
     **{"preflight": "train --preflight", "gpu-info": "doctor", "env": "doctor [RUN]"},
-    "memory-check": "doctor --model NAME",
+    **{"memory-check": "doctor --model NAME", "resume": "train --resume latest"},
+    "generate": "sample",
 }
 
 _PAGE = """gpt2lab {version}: train GPT-2 from scratch

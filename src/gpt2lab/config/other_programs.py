@@ -76,6 +76,7 @@ _PRECISIONS = {
 }
 # Of flags that are ours: their values elsewhere.
 VALUES = {
+    "model": dict.fromkeys(("gpt2-small", "gpt2-124m", "gpt2-base"), "gpt2"),
     "dtype": _PRECISIONS,
     "compile": _TRUE_FALSE,
     "device": {"gpu": "cuda", "mps": "cpu or cuda"},

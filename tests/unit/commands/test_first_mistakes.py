@@ -305,6 +305,9 @@ def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
     assert start.data.folder == tmp_path / "a b"
     assert 0 < start.plan.epochs < MANY_EPOCHS
     assert start.plan.disk_bytes < 10**9
+    few = write_jsonl(tmp_path / "few.jsonl", ["a few words " * 9, "and more"])
+    said = launch.worked(call("prepare_data.py", few, "--out", tmp_path / "few")).stdout
+    assert "too little text: " in said.splitlines()[-1]
 
 
 def test_data_that_were_moved_are_asked_for(place):
