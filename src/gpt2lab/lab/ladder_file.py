@@ -3,6 +3,7 @@
 TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the names of the trainer's flags. No torch.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,17 @@ else:
 _AT_MOST = 2**20  # bytes of a file
 _DECAY = 0.1  # of a trunk's lengths: with 1 - sqrt as good as 0.2 in a line (Hägele et al. 2024, arXiv:2405.18392)
 _FORMAT = "docs/scaling_laws.md describes the file"
+# msgspec's messages speak of JSON.
+_TERMS = (
+    ("Object contains unknown field", "unknown key"),
+    ("Object missing required field", "missing key"),
+    ("Object", "Table"),
+    ("`object", "`table"),
+    ("`array", "`list"),
+    (" | null", ""),
+    ("`null`", "nothing"),
+    ("$.", ""),
+)
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
 DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
@@ -256,8 +268,14 @@ def _read(value: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind, dec_hook=_read_tokens)
     except msgspec.ValidationError as error:
-        said = str(error).replace("$.", "").replace("`null`", "nothing")
-        raise ConfigError(f"{where}{said}; {_FORMAT}") from None
+        said = str(error)
+        for of_json, of_toml in _TERMS:
+            said = said.replace(of_json, of_toml)
+        hint = _FORMAT
+        if key := re.search(r"unknown key `(.*?)`", said):
+            known = _File.__struct_fields__ + RateRule.__struct_fields__
+            hint = fmt.did_you_mean(key[1], known, _FORMAT)
+        raise ConfigError(f"{where}{said}; {hint}") from None
 
 
 def _read_tokens(kind: type, value: Any) -> Tokens:
