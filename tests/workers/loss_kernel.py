@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(kernel.library, "wrap_triton", lambda kernel: kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

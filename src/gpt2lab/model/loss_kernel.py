@@ -11,8 +11,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch import Tensor, library
 
 from gpt2lab.config.schema import Dtype
 from gpt2lab.errors import first_line
@@ -61,10 +60,10 @@ def cross_entropy_kernel(
     tl.store(logits + target, grad, mask=has_score)
 
 
-@triton_op("gpt2lab::cross_entropy_", mutates_args={"logits"})
+@library.triton_op("gpt2lab::cross_entropy_", mutates_args={"logits"})
 def _operator(logits: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    launch = wrap_triton(cross_entropy_kernel)[(len(logits),)]
+    launch = library.wrap_triton(cross_entropy_kernel)[(len(logits),)]
     V = logits.size(1)
     launch(logits, targets, losses, V, min(num_tokens, V), _BLOCK, num_warps=32)
     return losses
