@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sizes import VARIANTS
+from benchmarks.sizes import SIZES, VARIANTS
 
 _FILE = Path(__file__).with_name("predictions.json")
 PREDICTED_FOR = "H200"
@@ -69,6 +69,9 @@ def _measured(stages: Stages) -> dict[str, float | None]:
         "speed.gpt2": ours.get("tokens_per_second"),
         "speed.gpt2_later": ours.get("tokens_per_second"),
         "speed.gpt2_h100": ours.get("tokens_per_second"),
+        "speed.gpt2_kernel": ours.get("tokens_per_second"),
+        "speed.cross_entropy": _milliseconds(speed, "cross-entropy"),
+        "speed.nanogpt_h100": rows.get("nanogpt", {}).get("tokens_per_second"),
         "speed.nanogpt": rows.get("nanogpt", {}).get("tokens_per_second"),
         "speed.cold_start": planner.get("first_step_seconds"),
         # Ours ran first and last: the second time from the cache.
@@ -81,6 +84,15 @@ def changes(sweep: dict[str, Any]) -> dict[str, float]:
     """Return by how many percent each variant's tokens/s differ from the default's in the same stage."""
     rates = {row["name"]: row["tokens_per_second"] for row in sweep.get("trainers", [])}
     return {n: 100 * (rates[n] / rates["ours"] - 1) for n in VARIANTS if {n, "ours"} <= set(rates)}
+
+
+def _milliseconds(speed: dict[str, Any], group: str) -> float | None:
+    """Return what one kind of work takes of a micro-batch of ours, where a step was split by kinds."""
+    split = speed.get("profile", {}).get("ours")
+    if split is None:
+        return None
+    accumulation = speed["tokens_per_step"] / SIZES["gpt2"].context_length / speed["micro_batch"]
+    return float(1000 * split["seconds"][group] / accumulation)
 
 
 def _scaled(value: float | None, unit: float | None) -> float | None:

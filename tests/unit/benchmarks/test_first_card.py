@@ -100,6 +100,7 @@ def test_a_file_is_at_most_100_kb(monkeypatch, tmp_path):
         ("NVIDIA H200", "speed.gpt2", "inside"),
         ("NVIDIA H200", "speed.gpt2_h100", "predicted for an H100"),
         ("NVIDIA H100 80GB HBM3", "speed.gpt2", "predicted for an H200"),
+        ("NVIDIA H100 80GB HBM3", "speed.cross_entropy", "inside"),
         ("NVIDIA H200", "sweep.muon", "above"),
         ("NVIDIA H200", "speed.gpt2-xl", "not measured"),
     ],
