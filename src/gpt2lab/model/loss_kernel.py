@@ -33,16 +33,17 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)  # N x V may be above 2**31
     logits += row * V
     columns = tl.arange(0, B)
+    parts: tl.constexpr = (V + B - 1) // B  # tl.cdiv returns no constant in Triton 3.6
     kept = ()  # as they are stored: half the registers of fp32
-    for i in tl.static_range(tl.cdiv(V, B)):
+    for i in tl.static_range(parts):
         is_token = columns + i * B < num_tokens
         kept = kept + (tl.load(logits + columns + i * B, mask=is_token, other=float("-inf")),)  # noqa: RUF005
     most = kept[0]
-    for i in tl.static_range(1, tl.cdiv(V, B)):
+    for i in tl.static_range(1, parts):
         most = tl.maximum(most, kept[i])
     top = tl.max(most, 0).to(tl.float32)
     sums = tl.zeros((B,), tl.float32)
-    for i in tl.static_range(tl.cdiv(V, B)):
+    for i in tl.static_range(parts):
         sums += tl.exp2((kept[i].to(tl.float32) - top) * _LOG2_E)
     total = tl.sum(sums, 0)
     target = tl.load(targets + row)
@@ -52,7 +53,7 @@ def cross_entropy_kernel(
     tl.debug_barrier()  # all warps have read it before the first one replaces it
     tl.store(losses + row, tl.where(is_counted, top + tl.log(total) - of_target, 0.0))
     factor = tl.where(is_counted, 1 / total, 0.0)
-    for i in tl.static_range(tl.cdiv(V, B)):
+    for i in tl.static_range(parts):
         grad = tl.exp2((kept[i].to(tl.float32) - top) * _LOG2_E) * factor
         tl.store(logits + columns + i * B, grad, mask=columns + i * B < V)
     tl.debug_barrier()  # the target's gradient is written after that of its column
