@@ -1,5 +1,6 @@
 """`ablate --ray` on a cluster of two nodes of this machine, one of which is killed: the results of `--jobs 2`."""
 
+import contextlib
 import json
 import os
 import signal
@@ -52,9 +53,10 @@ def until(found: Callable[[], Any], ablation: subprocess.Popen[str]) -> Any:
 def run_on(node: psutil.Process) -> str | None:
     """Return the name of the run that a node trains."""
     for process in node.children(recursive=True):
-        for word in process.cmdline():
-            if "/settings/" in word and process.name() != "ray":
-                return Path(word).stem
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since the list was made
+            for word in process.cmdline():
+                if "/settings/" in word and process.name() != "ray":
+                    return Path(word).stem
     return None
 
 
@@ -109,7 +111,8 @@ def test_a_node_that_dies_has_its_runs_resumed_elsewhere(
     name = until(lambda: run_on(node), ablation)
     until(has_saved, ablation)
     for process in (*node.children(recursive=True), node):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     printed, said = ablation.communicate()
     assert ablation.returncode == 0, said
     assert f"{name}: lost (NodeDiedError); continues from its last checkpoint" in said
