@@ -281,12 +281,11 @@ def _our_step_events(place: Place) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def attention_of(contestant: Contestant) -> str | None:
-    """Return the attention kernel that ours found to run, where it has looked."""
+def kernels_of(contestant: Contestant) -> dict[str, str | None]:
+    """Return which kernels compute attention and loss in ours, where it has looked."""
     path = contestant.place.folder / "run" / "run.json"
     facts = json.loads(path.read_text()) if path.exists() else {"environment": {}}
-    kernel: str | None = facts["environment"].get("attention")
-    return kernel
+    return {name: facts["environment"].get(name) for name in ("attention", "loss")}
 
 
 def forecast_of(contestant: Contestant) -> dict[str, Any] | None:

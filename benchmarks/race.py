@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.contestants import Contestant
@@ -19,7 +19,7 @@ class Entry:
     contestant: Contestant
     runs: list[Run]
     live_bytes: int | None = None
-    attention: str | None = None  # ours on a GPU: the kernel that ran
+    kernels: dict[str, str | None] = field(default_factory=dict)  # ours on a GPU: those that ran
     forecast: dict[str, Any] | None = None  # ours: contestants.forecast_of its last process
     failed: str | None = None  # why it has no runs
 
@@ -114,7 +114,8 @@ def summarize(
                 "first_step_seconds": [step.seconds for step in firsts],
                 "peak_rss": max(run.peak_rss for run in entry.runs),
                 "peak_live_bytes": entry.live_bytes,
-                "attention": entry.attention,
+                "attention": entry.kernels.get("attention"),
+                "loss": entry.kernels.get("loss"),
                 "forecast": entry.forecast,
                 "gpu": [asdict(run.gpu) for run in entry.runs if run.gpu],
                 "others": max((run.others or 0.0) for run in entry.runs),

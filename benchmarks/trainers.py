@@ -18,9 +18,9 @@ from benchmarks.contestants import (
     Contestant,
     Device,
     Place,
-    attention_of,
     describe_forecast,
     forecast_of,
+    kernels_of,
     ours,
     peer,
 )
@@ -238,12 +238,12 @@ def _race(entries: list[race.Entry], plan: Plan, clock: _Clock, say: Callable[[s
             say(f"  {turn}: failed: {error}")
             continue
         entry.runs.append(found)
-        entry.attention = attention_of(entry.contestant)
+        entry.kernels = kernels_of(entry.contestant)
         rate = entry.contestant.size.tokens / race.Entry(entry.contestant, [found]).median
-        kernel = f", attention {entry.attention}" if entry.attention else ""
+        ran = "".join(f", {what} {kernel}" for what, kernel in entry.kernels.items() if kernel)
         entry.forecast = forecast_of(entry.contestant)
         predicted = f"; {describe_forecast(entry.forecast)}" if entry.forecast else ""
-        say(f"  {turn}: {rate:,.0f} tokens/s{kernel}{predicted}")
+        say(f"  {turn}: {rate:,.0f} tokens/s{ran}{predicted}")
 
 
 def _look_inside(

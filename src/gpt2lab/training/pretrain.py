@@ -238,13 +238,15 @@ def check_kernels(start: Start, model: GPT, runtime: Runtime) -> Start:
         )
     )
     slow = attention_backend.why_not_cudnn(found) if config.system.attention == "auto" else None
+    start = dataclasses.replace(start, attention=found)
     warnings = [slow]
     if config.system.compile == "on":
         from gpt2lab.model import loss_kernel  # needs Triton, as compiling does
 
         warnings.append(loss_kernel.choose(model, config.system.dtype))
+        start = dataclasses.replace(start, loss="kernel" if model.loss_kernel else "compiled")
     said = (*start.warnings, *(warning for warning in warnings if warning))
-    return dataclasses.replace(start, attention=found, warnings=said)
+    return dataclasses.replace(start, warnings=said)
 
 
 def build(

@@ -218,13 +218,15 @@ def saved_environment(start: Start) -> dict[str, Any]:
 
 
 def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | None:
-    """Return a warning if torch, the processor or the number of threads are not those of the checkpoint, else None."""
+    """Return a warning if torch, processor, threads or a GPU's kernels are not those of the checkpoint, else None."""
     saved, now = saved_environment(start), facts["environment"]
     names = {"torch": "torch", "device": "processor", "threads": "threads"}
+    names |= {"attention": "attention", "loss": "loss"}
     other = [
-        f"{title} {saved.get(name)!r:.60} -> {now[name]!r}"
+        f"{title} {saved.get(name)!r:.60} -> {now.get(name)!r}"
         for name, title in names.items()
-        if json.dumps(saved.get(name)) != json.dumps(now[name])  # as it was written: True is no 1
+        # as it was written: True is no 1
+        if json.dumps(saved.get(name)) != json.dumps(now.get(name))
     ]
     if not other:
         return None
@@ -254,8 +256,8 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "deterministic": system.deterministic or not on_gpu,
         "torch": torch.__version__,
     }
-    if start.attention is not None:
-        environment["attention"] = start.attention
+    kernels = {"attention": start.attention, "loss": start.loss}
+    environment |= {name: kernel for name, kernel in kernels.items() if kernel is not None}
     before = start.checkpoint.manifest if start.checkpoint else {}
     initial = start.initial.record() if start.initial else before.get("initial_weights")
     return {

@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
 from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.loss import cross_entropy_sum
 from gpt2lab.training import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
@@ -165,6 +168,33 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     config = dataclasses.replace(start.config, system=system, tuning=tuning)
     pretrain.check_kernels(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("warning", "loss"), [(None, "kernel"), ("off by 1 on this GPU", "compiled")]
+)
+def test_a_compiled_run_records_which_loss_it_has(gpu, tiny_flags, monkeypatch, warning, loss):
+    """Its bits differ, so a resume with the other one promises none."""
+
+    def choose(model: GPT, dtype: str) -> str | None:
+        model.loss_kernel = None if warning else cross_entropy_sum
+        return warning
+
+    chosen = SimpleNamespace(choose=choose)
+    monkeypatch.setitem(
+        sys.modules, "gpt2lab.model.loss_kernel", chosen
+    )  # the real one needs Triton
+    monkeypatch.setattr("gpt2lab.model.loss_kernel", chosen, raising=False)
+    monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "flash")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
+    start = resolve(parse([*tiny_flags, "--compile=on"]), world_size=1, set_aside=False)
+    model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
+    runtime = Runtime()
+    runtime.use(SystemConfig(device="cuda"))
+    found = pretrain.check_kernels(start, model, runtime)
+    assert facts_of(found, runtime)["environment"]["loss"] == loss
+    assert found.warnings[len(start.warnings) :] == ((warning,) if warning else ())
 
 
 @pytest.mark.parametrize(("typed", "meant"), [(None, "0"), ("1", "0"), ("3", "3"), ("2", "2")])

@@ -157,6 +157,7 @@ def test_a_run_goes_on_on_another_kind_of_device(on_gpu, run, monkeypatch):
     [
         ({"torch": "2.9.0"}, [f"torch '2.9.0' -> '{torch.__version__}'"]),
         ({"device": "another", "threads": 77}, ["processor 'another' -> ", "threads 77 -> "]),
+        ({"loss": "kernel", "attention": "flash"}, ["loss 'kernel' -> ", "attention 'flash' -> "]),
         ({"threads": True, "torch": ["\x1b[2J" * 99]}, ["torch ['\\x1b[2J", "threads True -> "]),
     ],
 )
