@@ -242,12 +242,23 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
         "eval": evals.val_tokens / job.world_size * forward,
         "sample": evals.sample_tokens * sampled_token,
         "hellaswag": items / job.world_size * hellaswag_item,
-        "checkpoint": checkpoint_bytes(job.config)
-        / known.get("checkpoint", k["checkpoint_bytes_per_second"]),
+        "checkpoint": _seconds_of_a_save(job, machine, k),
         "compile": known.get("compile", compile_seconds) if job.compiled else 0.0,
         "start": known.get("start", k["start_seconds"]),
     }
     return EventCosts(seconds, frozenset(known))
+
+
+def _seconds_of_a_save(job: Job, machine: Machine, k: Mapping[str, float]) -> float:
+    """Return the mean seconds for which training waits; a writer process makes it wait for the last save alone."""
+    size, saves = checkpoint_bytes(job.config), job.count("checkpoint")
+    if "checkpoint" in machine.ratios:
+        return size / machine.ratios["checkpoint"]
+    written = size / k["checkpoint_bytes_per_second"]
+    wanted = job.config.checkpoint.async_checkpoint
+    if saves == 0 or wanted == "off" or (wanted == "auto" and machine.is_cpu):  # as Saver
+        return written
+    return (written + (saves - 1) * size / k["checkpoint_copy_bytes_per_second"]) / saves
 
 
 # -- cost --------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_settings_that_make_no_sense_together_are_named(tmp_path):
     assert "eval_freq 250 is longer than the run" in answer.stdout
     assert "of the time; a smaller --val_tokens makes it less" in answer.stdout
     answer = ask(tmp_path, "--gpu=H100", "--steps=20000", "--eval_freq=10")
-    assert "of the time; --eval_freq 250 makes it 2 %" in answer.stdout
+    assert "of the time; --eval_freq 350 makes it 2 %" in answer.stdout
 
 
 def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):

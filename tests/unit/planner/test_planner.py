@@ -14,12 +14,15 @@ from forecasting import KNOWN, job_for, on, predict
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import OptimConfig
+from gpt2lab.config.settings import override
+from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.muon import NEWTON_SCHULZ
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import estimate as estimating
 from gpt2lab.planner import hardware, timing
 from gpt2lab.planner.estimate import effective_tokens, estimate, predicted_loss, verdict
+from gpt2lab.planner.job import Job
 from gpt2lab.planner.timing import work
 from gpt2lab.training.progress import Interval, total
 
@@ -101,6 +104,23 @@ def test_evaluations_cost_more_only_where_they_run_uncompiled(n_layer, is_cpu, s
     costs = (estimating.event_costs(job, machine, known) for known in (KNOWN, dearer))
     once, twice = (cost.seconds["eval"] for cost in costs)
     assert twice == pytest.approx(slower * once)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_cpu", "writes"),
+    [("auto", False, 1), ("on", True, 1), ("auto", True, 5), ("off", False, 5)],
+)
+def test_training_waits_for_the_disk_only_at_the_last_save_if_a_process_writes(
+    asked, is_cpu, writes
+):
+    more = {"async_checkpoint": asked, "checkpoint_freq": 20, "eval_freq": 0}
+    config = override(job_for().config, more)
+    job = Job(config, max_steps=100, world_size=1, dtype="bf16", compiled=True)
+    machine = dataclasses.replace(on("H100"), is_cpu=is_cpu)
+    seconds = estimating.event_costs(job, machine, KNOWN).seconds["checkpoint"]
+    size, k = checkpoint_bytes(job.config), KNOWN.constants
+    written, copied = (size / k[f"checkpoint_{x}bytes_per_second"] for x in ("", "copy_"))
+    assert 5 * seconds == pytest.approx(writes * written + (5 - writes) * copied)
 
 
 @pytest.mark.parametrize("gpu", NVLINK)
