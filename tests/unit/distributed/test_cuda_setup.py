@@ -185,7 +185,8 @@ def test_a_compiled_run_records_which_loss_it_has(gpu, tiny_flags, monkeypatch, 
         sys.modules, "gpt2lab.model.loss_kernel", chosen
     )  # the real one needs Triton
     monkeypatch.setattr("gpt2lab.model.loss_kernel", chosen, raising=False)
-    monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "flash")
+    monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "efficient")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
     start = resolve(parse([*tiny_flags, "--compile=on"]), world_size=1, set_aside=False)
