@@ -157,8 +157,6 @@ def describe_differences(name_a: str, name_b: str, differences: list[Difference]
     rows = []
     for d in differences:
         verdict = "within noise" if d.within_noise else "beyond noise"
-        if d.difference == d.se == 0:  # of every unit
-            verdict = "equal"
         units = f"{d.n:,} {d.unit}s"
         if round(d.effective_n) != d.n:
             units += f" (effective n {d.effective_n:,.0f})"
