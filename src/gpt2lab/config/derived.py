@@ -6,7 +6,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, Parallel, SystemConfig
+from gpt2lab.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    LengthConfig,
+    Parallel,
+    SystemConfig,
+)
 from gpt2lab.errors import ConfigError
 
 MANY_EPOCHS = 4  # above, repeated tokens teach little (Muennighoff et al. 2023, arXiv:2305.16264)
@@ -27,6 +34,12 @@ def compiles(system: SystemConfig, *, on_gpu: bool, max_steps: int) -> bool:
     if system.compile == "auto":
         return on_gpu or max_steps >= CPU_COMPILE_FROM_STEPS
     return system.compile == "on"
+
+
+def saves_in_background(checkpoint: CheckpointConfig, *, on_gpu: bool) -> bool:
+    """Tell whether a process of its own writes checkpoints while training continues."""
+    wanted = checkpoint.async_checkpoint
+    return wanted == "on" or (wanted == "auto" and on_gpu)
 
 
 def compiles_by_region(n_layer: int, parallel: Parallel) -> bool:

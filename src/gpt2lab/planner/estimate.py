@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt
+from gpt2lab.config.derived import saves_in_background
 from gpt2lab.files import read_regular
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
@@ -250,13 +251,12 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
 
 
 def _seconds_of_a_save(job: Job, machine: Machine, k: Mapping[str, float]) -> float:
-    """Return the mean seconds for which training waits; a writer process makes it wait for the last save alone."""
+    """Return the mean seconds for which training waits: with a writer process for copies, and for the last save."""
     size, saves = checkpoint_bytes(job.config), job.count("checkpoint")
     if "checkpoint" in machine.ratios:
         return size / machine.ratios["checkpoint"]
     written = size / k["checkpoint_bytes_per_second"]
-    wanted = job.config.checkpoint.async_checkpoint
-    if saves == 0 or wanted == "off" or (wanted == "auto" and machine.is_cpu):  # as Saver
+    if saves == 0 or not saves_in_background(job.config.checkpoint, on_gpu=not machine.is_cpu):
         return written
     return (written + (saves - 1) * size / k["checkpoint_copy_bytes_per_second"]) / saves
 

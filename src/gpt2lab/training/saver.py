@@ -23,6 +23,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import Draft, folder_name
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.checkpoint.writer import Writer
+from gpt2lab.config.derived import saves_in_background
 from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import CheckpointError, FolderLostError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.model import rng
@@ -58,9 +59,8 @@ class Saver:
         )
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
-        wanted = self.config.async_checkpoint
         on_gpu = self.runtime.device.type == "cuda"
-        self.is_async = wanted == "on" or (wanted == "auto" and on_gpu)
+        self.is_async = saves_in_background(self.config, on_gpu=on_gpu)
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
         self._writer: Writer | None = None
         self._in_flight: _Save | None = None
