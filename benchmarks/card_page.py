@@ -61,7 +61,7 @@ def _measured(stages: Stages) -> dict[str, float | None]:
         return {}
     rows = {row["name"]: row for row in speed.get("trainers", [])}
     ours = rows.get("ours", {})
-    has_kernel = ours.get("loss") == "kernel"
+    has_kernel = ours.get("loss_kernel") == "triton"
     found = {
         "ceilings.matmul": _scaled(best.get("matmul_bf16"), 1e12),
         "ceilings.copy": _scaled(best["copy"], 1e12),

@@ -285,7 +285,7 @@ def kernels_of(contestant: Contestant) -> dict[str, str | None]:
     """Return which kernels compute attention and loss in ours, where it has looked."""
     path = contestant.place.folder / "run" / "run.json"
     facts = json.loads(path.read_text()) if path.exists() else {"environment": {}}
-    return {name: facts["environment"].get(name) for name in ("attention", "loss")}
+    return {name: facts["environment"].get(name) for name in ("attention", "loss_kernel")}
 
 
 def forecast_of(contestant: Contestant) -> dict[str, Any] | None:

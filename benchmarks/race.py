@@ -115,7 +115,7 @@ def summarize(
                 "peak_rss": max(run.peak_rss for run in entry.runs),
                 "peak_live_bytes": entry.live_bytes,
                 "attention": entry.kernels.get("attention"),
-                "loss": entry.kernels.get("loss"),
+                "loss_kernel": entry.kernels.get("loss_kernel"),
                 "forecast": entry.forecast,
                 "gpu": [asdict(run.gpu) for run in entry.runs if run.gpu],
                 "others": max((run.others or 0.0) for run in entry.runs),

@@ -5,6 +5,7 @@ A program of its own, because Triton reads TRITON_INTERPRET when it is imported.
 
 import pytest
 import torch
+from torch import library
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.distributed import fsdp
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel.library, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(library, "wrap_triton", lambda kernel: kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -244,7 +244,9 @@ def check_kernels(start: Start, model: GPT, runtime: Runtime) -> Start:
         from gpt2lab.model import loss_kernel  # needs Triton, as compiling does
 
         warnings.append(loss_kernel.choose(model, config.system.dtype))
-        start = dataclasses.replace(start, loss="kernel" if model.loss_kernel else "compiled")
+        start = dataclasses.replace(
+            start, loss_kernel="triton" if model.loss_kernel else "inductor"
+        )
     said = (*start.warnings, *(warning for warning in warnings if warning))
     return dataclasses.replace(start, warnings=said)
 

@@ -220,11 +220,10 @@ def saved_environment(start: Start) -> dict[str, Any]:
 def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | None:
     """Return a warning if torch, processor, threads or a GPU's kernels are not those of the checkpoint, else None."""
     saved, now = saved_environment(start), facts["environment"]
-    names = {"torch": "torch", "device": "processor", "threads": "threads"}
-    names |= {"attention": "attention", "loss": "loss"}
+    names = ("torch", "device", "threads", "attention", "loss_kernel")
     other = [
-        f"{title} {saved.get(name)!r:.60} -> {now.get(name)!r}"
-        for name, title in names.items()
+        f"{'processor' if name == 'device' else name} {saved.get(name)!r:.60} -> {now.get(name)!r}"
+        for name in names
         # as it was written: True is no 1
         if json.dumps(saved.get(name)) != json.dumps(now.get(name))
     ]
@@ -256,7 +255,7 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "deterministic": system.deterministic or not on_gpu,
         "torch": torch.__version__,
     }
-    kernels = {"attention": start.attention, "loss": start.loss}
+    kernels = {"attention": start.attention, "loss_kernel": start.loss_kernel}
     environment |= {name: kernel for name, kernel in kernels.items() if kernel is not None}
     before = start.checkpoint.manifest if start.checkpoint else {}
     initial = start.initial.record() if start.initial else before.get("initial_weights")

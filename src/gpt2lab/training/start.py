@@ -58,7 +58,7 @@ class Start:
     warnings: tuple[str, ...]
     branch: dict[str, Any] | None = None  # of a run that begins as a branch: where from
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
-    loss: Literal["kernel", "compiled"] | None = None  # of compiled steps on a GPU: ours or torch's
+    loss_kernel: Literal["triton", "inductor"] | None = None  # of compiled steps on a GPU
     core: Benchmark | None = None  # with --core
 
     @property

@@ -109,6 +109,16 @@ def test_a_prediction_is_judged_on_the_card_that_it_was_made_for(card, name, ver
     assert card_page.verdicts(recorded()["stages"], card=card)[name]["verdict"] == verdict
 
 
+def test_the_loss_kernel_is_judged_only_where_it_ran():
+    stages = recorded()["stages"]
+    for row in stages["speed"]["trainers"]:
+        row["loss_kernel"] = "inductor"
+    found = card_page.verdicts(stages, card="NVIDIA H100 80GB HBM3")
+    for name in ("speed.gpt2_kernel", "speed.cross_entropy"):
+        assert found[name]["verdict"] == "not measured"
+    assert found["speed.gpt2_h100"]["verdict"] == "inside"
+
+
 def test_a_wrong_curve_makes_later_speeds_untrusted(monkeypatch, tmp_path):
     """From what pytest writes; the second call has no failure."""
     case = '<testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>{}</testsuite>'

@@ -171,19 +171,17 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
 
 
 @pytest.mark.parametrize(
-    ("warning", "loss"), [(None, "kernel"), ("off by 1 on this GPU", "compiled")]
+    ("warning", "kernel"), [(None, "triton"), ("off by 1 on this GPU", "inductor")]
 )
-def test_a_compiled_run_records_which_loss_it_has(gpu, tiny_flags, monkeypatch, warning, loss):
-    """Its bits differ, so a resume with the other one promises none."""
+def test_a_compiled_run_records_its_loss_kernel(gpu, tiny_flags, monkeypatch, warning, kernel):
+    """Their bits differ, so a resume with the other one promises none."""
 
     def choose(model: GPT, dtype: str) -> str | None:
         model.loss_kernel = None if warning else cross_entropy_sum
         return warning
 
-    chosen = SimpleNamespace(choose=choose)
-    monkeypatch.setitem(
-        sys.modules, "gpt2lab.model.loss_kernel", chosen
-    )  # the real one needs Triton
+    chosen = SimpleNamespace(choose=choose)  # the real one needs Triton
+    monkeypatch.setitem(sys.modules, "gpt2lab.model.loss_kernel", chosen)
     monkeypatch.setattr("gpt2lab.model.loss_kernel", chosen, raising=False)
     monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "efficient")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
@@ -194,7 +192,7 @@ def test_a_compiled_run_records_which_loss_it_has(gpu, tiny_flags, monkeypatch, 
     runtime = Runtime()
     runtime.use(SystemConfig(device="cuda"))
     found = pretrain.check_kernels(start, model, runtime)
-    assert facts_of(found, runtime)["environment"]["loss"] == loss
+    assert facts_of(found, runtime)["environment"]["loss_kernel"] == kernel
     assert found.warnings[len(start.warnings) :] == ((warning,) if warning else ())
 
 

@@ -157,7 +157,8 @@ def test_a_run_goes_on_on_another_kind_of_device(on_gpu, run, monkeypatch):
     [
         ({"torch": "2.9.0"}, [f"torch '2.9.0' -> '{torch.__version__}'"]),
         ({"device": "another", "threads": 77}, ["processor 'another' -> ", "threads 77 -> "]),
-        ({"loss": "kernel", "attention": "flash"}, ["loss 'kernel' -> ", "attention 'flash' -> "]),
+        ({"loss_kernel": "triton"}, ["loss_kernel 'triton' -> None"]),
+        ({"attention": "flash"}, ["attention 'flash' -> None"]),
         ({"threads": True, "torch": ["\x1b[2J" * 99]}, ["torch ['\\x1b[2J", "threads True -> "]),
     ],
 )
@@ -166,6 +167,7 @@ def test_another_system_than_the_checkpoints_is_a_warning(run, values, said):
     run.train(*COMMON, "--stop_after_steps=3")
     reseal(run.path / folder_name(3), lambda content: content["environment"].update(values))
     run.train(*COMMON, "--stop_after_steps=4", "--resume=latest")
+    assert [e["level"] for e in run.events("resume", 2)] == ["same data"]
     [warning] = [e["message"] for e in run.events("warning", 2) if "resumed on" in e["message"]]
     assert "\n" not in warning
     assert all(part in warning for part in said)
