@@ -16,6 +16,7 @@ from corpora import run_prepare, write_jsonl
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.prepare.write import measure_shard
 from gpt2lab.data.verify import verify
+from gpt2lab.distributed import runtime
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
@@ -204,7 +205,8 @@ def test_another_rate_holds_from_the_first_step_asked_for(place):
     assert second["replayed"]["loss"] != second["logged"]["loss"]
 
 
-def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own):
+def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own, monkeypatch):
+    monkeypatch.setattr(runtime, "fastest_dtype", lambda device: "bf16")  # emulated where it is not
     train(own, "half", "clean", "--dtype=bf16", "--stop_after_steps=6")
     assert "bitwise as logged" in call("replay", own, "half", "--steps=6")
     for name, dtype, is_same in (("half", "fp32", False), ("clean", "fp32", True)):
