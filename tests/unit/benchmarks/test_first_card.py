@@ -139,6 +139,42 @@ def test_a_wrong_curve_makes_later_speeds_untrusted(monkeypatch, tmp_path):
     assert found["counts"]["curves"] == {"passed": 1, "failed": 1, "skipped": 1}
 
 
+def test_tests_that_ended_before_the_stages_time_was_over_are_kept(monkeypatch, tmp_path):
+    """A real pytest of a test that ends and one that does not, in place of the card's."""
+    (tmp_path / "test_two.py").write_text(
+        "import pathlib, time\n\n\ndef test_ends(): pass\n\n\ndef test_never():\n"
+        f"    pathlib.Path({str(tmp_path / 'began')!r}).touch()\n    time.sleep(1000)\n"
+    )
+    bench = first_card.Bench("cpu", 1, 8, (), tmp_path, 1e12)
+    began, run = tmp_path / "began", first_card.Bench.run
+
+    def of_two(self: Any, *words: str) -> Any:
+        kept = [word for word in words if word.startswith("--junitxml")]
+        return run(self, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_two.py", *kept)
+
+    monkeypatch.setattr(first_card, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(first_card.Bench, "left", property(lambda self: 600.0))
+    monkeypatch.setattr(first_card.Bench, "run", of_two)
+    monkeypatch.setattr(subprocess.Popen, "wait", _late_once(began))
+    found = first_card.tests(bench)
+    assert found["counts"]["curves"] == {"passed": 1, "failed": 0, "skipped": 0}
+    assert found["problems"][0] == "curves: not done when the stage's time was over"
+
+
+def _late_once(began: Path) -> Any:
+    """Return a wait that is over with the first process's second test begun, as if that had taken its time."""
+    wait = subprocess.Popen.wait
+
+    def late(self: Any, timeout: float | None = None) -> int:
+        if timeout != 600.0:
+            return wait(self, timeout)
+        while not began.exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("pytest", 600.0)
+
+    return late
+
+
 def test_without_a_card_that_torch_can_use_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
