@@ -36,7 +36,8 @@ def count_ranks(typed: str | None, *, device: str) -> int:
     Raises: ConfigError if this process is a rank of torchrun.
     """
     if typed is None or LAUNCHED in os.environ:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = os.environ.get("WORLD_SIZE", "")
+        return int(ranks) if ranks.isdecimal() else 1  # Runtime rejects any other
     if typed == "auto":
         from gpt2lab.planner.machine import detect_hardware
 

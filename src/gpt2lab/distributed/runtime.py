@@ -39,7 +39,10 @@ class Runtime:
 
         `timeout_minutes`: how long a collective waits for a rank. `is_watched`: heartbeat.py ends a hang earlier and
         names it, in place of NCCL's watchdog.
+
+        Raises: ConfigError if the environment names a rank but not all that it needs to find the others.
         """
+        _check_launch()
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -169,6 +172,23 @@ class Runtime:
         if self.is_distributed and dist.is_initialized():
             dist.barrier(group=self._decisions)
             dist.destroy_process_group()
+
+
+def _check_launch() -> None:
+    """Check the variables by which torchrun tells a process its rank; people also set them by hand."""
+    if "RANK" not in os.environ:
+        return
+    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    *numbers, address = [os.environ.get(name, "") for name in needed]
+    bad = [name for name, value in zip(needed, numbers, strict=False) if not value.isdecimal()]
+    if bad or not address or int(numbers[0]) >= int(numbers[1]):
+        told = ", ".join(f"{name}={os.environ.get(name, '')}" for name in needed)
+        error = ConfigError(
+            f"the environment names a rank, but not how to find the others: {told}; start with torchrun or --gpus N, "
+            f"which set all of them, or unset RANK to train in one process"
+        )
+        error.is_local = True  # rank 0 may have been started rightly, or not at all
+        raise error
 
 
 def _keep_survivors_alive() -> None:

@@ -47,7 +47,7 @@ from gpt2lab.model import attention_backend, rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import history, summary
-from gpt2lab.runs.console import doing
+from gpt2lab.runs.console import beats, doing, say
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.average import TailAverage
@@ -66,6 +66,8 @@ from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Benchmark, Start
 from gpt2lab.training.stop import Signals, end_with_parent, more_to_abort, show_stacks_on_request
 from gpt2lab.training.trainer import Trainer
+
+_ALONE_SECONDS = 20.0  # after which a rank other than 0 says that it waits for ranks
 
 
 def pretrain(
@@ -95,10 +97,7 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(
-        timeout_minutes=request.timeout_minutes,
-        is_watched=request.config.system.hang_seconds > 0,
-    )
+    runtime = _join(request)
     observers = Extensions(extensions, warn=_warn)
     folder: RunFolder | None = None
     try:
@@ -169,6 +168,23 @@ def _resolve(
 
 
 # -- build -----------------------------------------------------------------------------------------------------------
+
+
+def _join(request: RunRequest) -> Runtime:
+    """Meet the other ranks; who waits long for them says so, as ranks that people start by hand may never come."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, ranks, address, port = (os.environ.get(name, "") for name in names)
+    what = f"rank {rank} waits for all {ranks} ranks at {address}:{port}" if rank else "starting"
+    with contextlib.ExitStack() as stack:
+        task = stack.enter_context(doing(what))  # what rank 0 says after 4 seconds
+        if rank not in ("", "0"):
+            stack.enter_context(
+                beats(lambda seconds: say(task.line(seconds)), every=_ALONE_SECONDS)
+            )
+        return Runtime(
+            timeout_minutes=request.timeout_minutes,
+            is_watched=request.config.system.hang_seconds > 0,
+        )
 
 
 def choose_hardware(start: Start, runtime: Runtime) -> Start:

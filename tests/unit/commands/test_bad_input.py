@@ -6,6 +6,7 @@ The full lines are in `tests/golden/messages.json`. To record a new wording:
 """
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import methodcaller
@@ -26,6 +27,7 @@ from gpt2lab.distributed import runtime
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import open_log, read_log
+from gpt2lab.training import pretrain as pretraining
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
 from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
@@ -226,6 +228,35 @@ def test_of_many_processes_only_the_first_prints_a_rejection(place, monkeypatch)
         monkeypatch.setenv("RANK", rank)
         done = launch.call(TRAIN, *FLAGS, "--n_head=3", "--dry_run", folder=place.folder)
         assert (done.returncode, done.stderr.count("\n")) == (2, lines)
+
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "wrong", ["RANK=x", "RANK=2", "WORLD_SIZE=x", "MASTER_ADDR=", "MASTER_PORT=x"]
+)
+def test_a_rank_started_by_hand_names_what_it_lacks(place, monkeypatch, wrong):
+    name, _, value = wrong.partition("=")
+    for known, good in {**BY_HAND, name: value}.items():
+        monkeypatch.setenv(known, good)
+    before = snapshot(place.folder)
+    done = launch.call(TRAIN, *FLAGS)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert wrong in done.stderr
+    assert snapshot(place.folder) == before
+
+
+def test_a_rank_that_waits_for_others_says_where(monkeypatch):
+    """A meeting that never comes takes 10 minutes of torch's; here it comes with the first line."""
+    told, lines = threading.Event(), []
+    for name, value in BY_HAND.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pretraining, "_ALONE_SECONDS", 0.01)
+    monkeypatch.setattr(pretraining, "say", lambda line: (lines.append(line), told.set()))
+    monkeypatch.setattr(pretraining, "Runtime", lambda **_: told.wait(60))
+    pretraining._join(parse(FLAGS))
+    assert lines[0] == "rank 1 waits for all 2 ranks at 127.0.0.1:29500: 0 s so far"
 
 
 @pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
