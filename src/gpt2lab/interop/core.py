@@ -254,7 +254,7 @@ def measure_core(
     _add_mean(measured, tasks, centered)
     if cut := [*measured.numbers.values()][-1]["cut"]:
         measured.warnings.append(
-            f"CORE: {cut:,} of {total:,} prompts are longer than the model's context of {longest} tokens and lose "
+            f"CORE: {cut:,} of {total:,} items have prompts over the model's context of {longest} tokens, which lose "
             f"examples on the left: compare with models of the same context only"
         )
     return measured

@@ -170,7 +170,7 @@ class Evaluator:
         seconds = self.record("core", state, began, **numbers)
         if problem is not None:
             self.logger.warn(problem, state.step)
-        cut = f", {numbers['cut']:,} prompts cut" if numbers["cut"] else ""
+        cut = f", prompts of {numbers['cut']:,} cut" if numbers["cut"] else ""
         self.logger.say(
             f"{self.step_of(state)} | CORE {numbers['centered']:.4f} +- {fmt.number(numbers['centered_se'])} "
             f"on {numbers['n']:,} items{cut} | {fmt.duration(seconds)}"

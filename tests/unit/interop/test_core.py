@@ -182,7 +182,7 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
     for run in "ab":
         flags = Evaluate(run, runs, core=folder / "bundle.zip", save=tmp_path / run)
         found[run] = evaluate(flags)
-    assert "are longer than the model's context of 64 tokens" in capsys.readouterr().err
+    assert "have prompts over the model's context of 64 tokens" in capsys.readouterr().err
     a = found["a"]
     assert a is not None
     kept = json.loads((runs / "a" / "evaluations" / "step_00000004.json").read_text())["tasks"]
