@@ -44,6 +44,7 @@ class Difference:
     se: float | None  # of that mean; None for a single unit
     p: float | None  # two-sided, that A and B are equal
     within_noise: bool | None  # p >= ALPHA
+    equal: bool  # no unit differs by a bit
 
 
 def compare(
@@ -139,6 +140,7 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         se=found.se,
         p=p,
         within_noise=None if p is None else p >= ALPHA,
+        equal=bool((of_a == of_b).all()),
     )
 
 
@@ -156,7 +158,7 @@ def describe_differences(name_a: str, name_b: str, differences: list[Difference]
     """Format the differences as a table, with what its verdicts mean."""
     rows = []
     for d in differences:
-        verdict = "within noise" if d.within_noise else "beyond noise"
+        verdict = "equal" if d.equal else "within noise" if d.within_noise else "beyond noise"
         units = f"{d.n:,} {d.unit}s"
         if round(d.effective_n) != d.n:
             units += f" (effective n {d.effective_n:,.0f})"

@@ -209,13 +209,13 @@ def test_the_words_follow_the_criterion(tmp_path):
     slight[np.flatnonzero(base == 1)[:20]] = 0
     clear[np.flatnonzero(base == 0)[:40]] = 1
     a = synthetic(tmp_path / "a.npz", base)
-    for values, within in ((slight, True), (clear, False), (base, True)):
+    for values, verdict in ((slight, "within noise"), (clear, "beyond noise"), (base, "equal")):
         b = synthetic(tmp_path / "b.npz", values)
         (difference,) = compare(a, b, checkpoint_dir=tmp_path)
-        assert difference.within_noise is within
+        assert difference.within_noise is (values is not clear)
         text = ask("compare", a, b, folder=tmp_path)
         row = next(line for line in text.splitlines() if line.startswith("acc"))
-        assert row.endswith("within noise" if within else "beyond noise")
+        assert row.endswith(f"  {verdict}")
         assert f" {difference.p:.3f} " in row
         assert "within noise: p >= 0.05" in text
 
