@@ -89,6 +89,13 @@ def end(process, run: Run, step: int, number: signal.Signals) -> tuple[str, str]
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_world_size_left_over_in_the_environment_is_no_rank(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run.train(*SHORT, "--stop_after_steps=4")
+    run.train("--resume=latest")
+    assert [event["world_size"] for event in run.events("resume")] == [1]
+
+
 def test_a_signal_cuts_an_evaluation_short_and_the_step_is_saved(tiny_run, tmp_path):
     """An evaluation may take minutes, a scheduler waits 30 seconds; the resumed run makes up for it."""
     data = write_shards(tmp_path / "data", train=(4_000,), val=(800_000,))

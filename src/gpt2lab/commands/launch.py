@@ -36,7 +36,7 @@ def count_ranks(typed: str | None, *, device: str) -> int:
     Raises: ConfigError if this process is a rank of torchrun.
     """
     if typed is None or LAUNCHED in os.environ:
-        ranks = os.environ.get("WORLD_SIZE", "")
+        ranks = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
         return int(ranks) if ranks.isdecimal() else 1  # Runtime rejects any other
     if typed == "auto":
         from gpt2lab.planner.machine import detect_hardware

@@ -43,10 +43,10 @@ class Runtime:
         Raises: ConfigError if the environment names a rank but not all that it needs to find the others.
         """
         _check_launch()
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.is_distributed = "RANK" in os.environ
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK") or "0")
+        self.world_size = int(os.environ["WORLD_SIZE"]) if self.is_distributed else 1
         self.device = torch.device("cpu")
         self.timeout_seconds = 60 * timeout_minutes
         if self.is_distributed:
@@ -178,13 +178,14 @@ def _check_launch() -> None:
     """Check the variables by which torchrun tells a process its rank; people also set them by hand."""
     if "RANK" not in os.environ:
         return
-    needed = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
-    *numbers, address = [os.environ.get(name, "") for name in needed]
-    bad = [name for name, value in zip(needed, numbers, strict=False) if not value.isdecimal()]
-    if bad or not address or int(numbers[0]) >= int(numbers[1]):
-        told = ", ".join(f"{name}={os.environ.get(name, '')}" for name in needed)
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
+    told = {name: os.environ.get(name, "0" if name == "LOCAL_RANK" else "") for name in needed}
+    *numbers, address = told.values()
+    are_good = all(text.isdecimal() and int(text[:9]) < 1 << 16 for text in numbers)
+    if not are_good or not address or int(numbers[0]) >= int(numbers[1]):
+        said = ", ".join(f"{name}={value}" for name, value in told.items())
         error = ConfigError(
-            f"the environment names a rank, but not how to find the others: {told}; start with torchrun or --gpus N, "
+            f"the environment names a rank, but not how to find the others: {said}; start with torchrun or --gpus N, "
             f"which set all of them, or unset RANK to train in one process"
         )
         error.is_local = True  # rank 0 may have been started rightly, or not at all

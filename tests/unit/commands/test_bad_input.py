@@ -234,7 +234,11 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 @pytest.mark.parametrize(
-    "wrong", ["RANK=x", "RANK=2", "WORLD_SIZE=x", "MASTER_ADDR=", "MASTER_PORT=x"]
+    "wrong",
+    [
+        *("RANK=x", "RANK=2", "WORLD_SIZE=x", "MASTER_ADDR=", "MASTER_PORT=x"),
+        *("LOCAL_RANK=", "MASTER_PORT=65536", f"WORLD_SIZE={'9' * 20}"),
+    ],
 )
 def test_a_rank_started_by_hand_names_what_it_lacks(place, monkeypatch, wrong):
     name, _, value = wrong.partition("=")
