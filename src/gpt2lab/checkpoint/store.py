@@ -410,13 +410,15 @@ def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> No
         for key in SHAPED_STATE
         if key in values
     }
-    _compare(path, moments, wanted)
+    if by_name:  # else every step so far was skipped
+        _compare(path, moments, wanted)
     for pairs, optimizer in zip(held, optimizers, strict=True):
         # Group settings are this start's; only the per-parameter state is loaded.
         content = optimizer.state_dict()
         content["state"] = {
             index: {key: shard_like(tensor, parameter) for key, tensor in by_name[name].items()}
             for index, (name, parameter) in enumerate(pairs)
+            if by_name
         }
         # torch places each tensor: a fused AdamW wants `step` on the device
         optimizer.load_state_dict(content)

@@ -81,6 +81,13 @@ def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
     assert math.isfinite(run.losses()[8])
 
 
+def test_a_checkpoint_before_any_update_resumes(run, spoil):
+    spoil(math.nan, 1)
+    run.train("--max_steps=3", "--stop_after_steps=1")
+    run.train("--resume=latest")
+    assert [event["updated"] for event in run.events("step")] == [False, True, True]
+
+
 def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
     spoil(math.nan, 2, 4, 5, 6, 7)
     assert "4 updates in a row" in str(run.rejected("--max_steps=20", kind=NonFiniteError))
