@@ -2,6 +2,7 @@
 
 import json
 import resource
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.commands.average import main
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs.summary import describe_run
+from gpt2lab.training import steps
 from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.pretrain import pretrain
 from tiny import evaluated, flags_for, parse
@@ -157,3 +159,21 @@ def test_the_weights_are_back_after_the_mean_is_measured(tiny_run):
     pretrain(parse([*run.flags, *flags_for(**TAIL)]), extensions=[last])
     saved = tensors(run, 8)
     assert all((saved[name] == p.numpy()).all() for name, p in last.model.state_dict().items())
+
+
+def test_a_first_step_that_was_skipped_is_no_part_of_the_mean_and_resumes(tiny_run, monkeypatch):
+    plain = steps.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        first = args[2].first_sample == 0
+        return plain(*args, **kwargs | ({"accept": lambda *_: False} if first else {}))
+
+    monkeypatch.setattr(steps, "train_step", step)
+    flags = TAIL | {"average_tail": 1}
+    run, cut = tiny_run(**flags), tiny_run()
+    assert not tensors(run, 1, "optim")
+    assert_mean_of(run, 2, 8)
+    assert run.checkpoints()[8].manifest["average_from"] == 1
+    cut.train("--stop_after_steps=1", **flags)
+    cut.train("--resume=latest")
+    assert cut.bits() == run.bits()

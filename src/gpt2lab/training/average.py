@@ -39,16 +39,18 @@ class TailAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after `step`, of this rank's rows alone; nothing waits for the device."""
-        if not (count := self.num_steps(step)):
+        held = [pair for optimizer in self._optimizers for pair in optimizer.state.items()]
+        if not self.num_steps(step) or not held:  # or every step so far was skipped
             return
+        if AVERAGE not in held[0][1]:
+            self.begin = step - 1
         means, weights = [], []
-        for optimizer in self._optimizers:
-            for weight, state in optimizer.state.items():
-                if AVERAGE not in state:
-                    state[AVERAGE] = weight.detach().clone()
-                means.append(rows_of(state[AVERAGE]))
-                weights.append(rows_of(weight.detach()))
-        torch._foreach_lerp_(means, weights, 1 / count)
+        for weight, state in held:
+            if AVERAGE not in state:
+                state[AVERAGE] = weight.detach().clone()
+            means.append(rows_of(state[AVERAGE]))
+            weights.append(rows_of(weight.detach()))
+        torch._foreach_lerp_(means, weights, 1 / self.num_steps(step))
 
     @contextlib.contextmanager
     def in_weights(self) -> Iterator[None]:

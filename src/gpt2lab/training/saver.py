@@ -6,7 +6,6 @@ for a copy in memory. At most one save is in flight, and what reads, labels or r
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
 import time
@@ -54,8 +53,10 @@ class Saver:
         self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime = components.runtime
-        self._draft = functools.partial(
-            store.draft, start.run_dir, facts=components.facts, files=start.tokenizer_files
+        self._draft: Callable[..., Draft] = lambda *of: store.draft(
+            *(start.run_dir, *of),
+            facts=components.facts | {"average_from": components.average.begin},
+            files=start.tokenizer_files,
         )
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
