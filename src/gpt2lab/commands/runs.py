@@ -307,6 +307,8 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = Fal
                 f"{name}: with --yes give the name in full: {paths.display_path(typed)}"
             )
         folder = typed.resolve()
+        if name.endswith("@latest") and folder.name != name:  # elsewhere it means the run
+            raise ConfigError(f"{name}: give a step, or the run alone")
         if os.path.islink(os.path.normpath(typed)):
             raise ConfigError(f"{typed}: a link to {folder}; name that folder, and remove the link")
         if not _is_run(folder) and not _is_checkpoint(folder):

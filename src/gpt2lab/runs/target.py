@@ -31,7 +31,7 @@ _DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, HF_INDEX, HF_SHARDS, *HF_TOKENIZER_FILES]
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 _OF_THE_HUB = r"gpt2(-medium|-large|-xl)?|[\w-][\w.-]*/(?!step_)[\w.-]+|hf:[\w.-]+(/[\w.-]+)?"
 _LATEST = "latest"  # the run whose checkpoint was committed last, as for --resume
-_AT = re.compile(r"@(\d+|best|latest)$")
+_AT = re.compile(r"@([0-9]{1,18}|best|latest)\Z")
 _SHOWN = 5  # runs that an error names
 
 

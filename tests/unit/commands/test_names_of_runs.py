@@ -11,7 +11,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.target import find_folder, find_run, full_name
-from launch import TRAIN, call, python, worked
+from launch import TRAIN, call, python, rejected, worked
 
 # Every verb that takes a run; R stands for its name.
 VERBS = (
@@ -129,6 +129,8 @@ def test_a_run_is_deleted_without_a_question_only_by_its_full_name(folder, tmp_p
     shutil.copytree(folder / "checkpoints", tmp_path / "runs")
     for name in ("al", "latest"):
         assert call("runs rm", name, "--yes", "--checkpoint_dir=runs", folder=tmp_path)[0] == 2
+    done = call("runs rm", "alpha@latest", "--checkpoint_dir=runs", folder=tmp_path)
+    assert "give a step, or the run" in rejected(done)
     assert call("runs rm", "alpha", "--yes", "--checkpoint_dir=runs", folder=tmp_path)[0] == 0
     assert not (tmp_path / "runs" / "alpha").exists()
 
@@ -161,6 +163,9 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
     for name in ("hf:r", "gpt2", "hf:gpt2-n", "org/name"):  # on the Hub
         assert find_folder(name, runs) is None
     assert find_run("gpt2", runs) == runs / "gpt2-nano_1"  # a command that takes runs alone
+    for name in ("r@2\n", "r@\uff12", f"r@{'9' * 5000}"):
+        with pytest.raises((ConfigError, OSError)):
+            find_folder(name, runs)
     for name in ("distilgpt2", "r/step_9", "gpt2-n@best", "../x", "out/ckpt.pt"):
         with pytest.raises(ConfigError):
             find_folder(name, runs)
