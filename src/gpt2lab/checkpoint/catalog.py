@@ -189,7 +189,7 @@ def find(run_dir: Path, target: str) -> CheckpointInfo:
 
     Raises: CheckpointError if there is none or it is damaged; the message lists what there is.
     """
-    is_step = target.isdecimal()
+    is_step = target.isdecimal() and len(target) < 19  # longer ones are no name of a folder
     name = manifests.folder_name(int(target)) if is_step else read_labels(run_dir).get(target)
     if name is not None and not manifests.is_folder_name(name):
         raise CheckpointError(
@@ -198,7 +198,7 @@ def find(run_dir: Path, target: str) -> CheckpointInfo:
         )
     if name is None or not (run_dir / name).is_dir():
         steps = ", ".join(str(info.step) for info in list_checkpoints(run_dir)[0]) or "none"
-        raise CheckpointError(f"{run_dir}: no checkpoint {target!r}; there are: {steps}")
+        raise CheckpointError(f"{run_dir}: no checkpoint {target!r:.60}; there are: {steps}")
     return open_checkpoint(run_dir / name)
 
 

@@ -156,6 +156,7 @@ CASES = {
     "latest of no run": Case(["--resume=latest"], flags=NAMELESS),
     "best of none": Case(["--resume=best"]),
     "step that is not there": Case(["--resume=7"], AT_STEP_5),
+    "step of 5,000 digits": Case([f"--resume={'7' * 5000}"], AT_STEP_5),
     "folder of a run": Case(["--resume=runs/r"], AT_STEP_5, flags=NAMELESS),
     "folder that is not there": Case(["--resume=runs/x/step_00000005"]),
     "step that is damaged": Case(["--resume=5"], _damage_checkpoint),
