@@ -91,7 +91,7 @@ def test_a_cooldown_falls_from_the_step_and_resumes_to_the_same_bits(trunk, shap
 
 
 def test_a_branch_records_where_it_began_also_after_a_resume(trunk):
-    run = branch(trunk, "records", "--branch_from=tiny@16", "--cooldown=2", "--resume=auto")
+    run = branch(trunk, "records", "--branch_from=tiny@016", "--cooldown=2", "--resume=auto")
     run.train("--stop_after_steps=17")
     run.train()
     found = trunk.checkpoints()[16]
@@ -200,6 +200,9 @@ def test_a_damaged_or_vanished_checkpoint_is_one_line_and_stays(trunk, tmp_path)
     assert weights.exists()
     shutil.rmtree(weights.parent)
     assert "there are: " in str(run.rejected())
+    (folder / "step_00000020" / "manifest.json").write_text("{}")
+    newest = branch(copy, "b", "--branch_from=tiny@latest", "--cooldown=2")
+    assert "step_00000020" in str(newest.rejected())  # no older one in its place
     assert not run.path.exists()
 
 

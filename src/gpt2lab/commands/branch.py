@@ -39,6 +39,7 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
         raise ConfigError(
             f"--branch_from {origin}: give RUN@STEP, such as my_run@1000, RUN@best or RUN@latest"
         )
+    at = str(int(at)) if at.isdecimal() else at
     place = request.config.checkpoint
     infos: list[catalog.CheckpointInfo] = []
     if request.resume is not None and place.run_name is not None:
@@ -59,6 +60,8 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
         fitting = [info for info in found if at in ("latest", str(info.step), *info.labels)]
         newest = fitting[-1] if fitting else catalog.find(trunk, at)  # which names those there are
         resume = None if place.run_name else request.resume  # which is rejected: auto needs a name
+        for folder in catalog.newer_than(trunk, newest.step) if at == "latest" else ():
+            catalog.open_checkpoint(folder)  # says what is damaged
         request = dataclasses.replace(request, branch_from=newest.path, resume=resume)
         step = newest.step
     saved = newest.config()
