@@ -1,7 +1,5 @@
 """Complete prompts with a model, as `gpt2lab sample` does. Imports torch only to compute."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

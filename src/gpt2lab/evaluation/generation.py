@@ -1,7 +1,5 @@
 """Text from a model, id by id."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

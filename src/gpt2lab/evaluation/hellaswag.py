@@ -3,8 +3,6 @@
 The tasks of lm-eval and CORE use the same rows and batches (interop/scoring.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass

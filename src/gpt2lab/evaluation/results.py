@@ -7,8 +7,6 @@ gives a smaller standard error than comparing two means, because a unit that is 
 the other too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -4,8 +4,6 @@ Tokens and windows of one document are correlated: treating them as independent 
 small. Here a unit is a document (weighted by its tokens), a conversation or a HellaSwag item (weighted equally).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

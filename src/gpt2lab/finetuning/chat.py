@@ -1,7 +1,5 @@
 """A conversation with a fine-tuned model; earlier turns are its context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -9,8 +9,6 @@ The keys of a record tell its format:
 Each may also have a "system" text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Evaluation on held-out conversations: the loss of their answers, and ROUGE-L of generated ones."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import math

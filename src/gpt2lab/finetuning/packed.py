@@ -1,7 +1,5 @@
 """Several conversations in one row of ids, none attending to another: the model's side and the loader's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ A row is to fine-tuning what a window is to pretraining: the same `Order` locate
 a change of world size work as in pretraining.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools
@@ -50,6 +48,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class EncodedConversation:
+    """One conversation as ids."""
+
+    ids: list[int]
+    is_answer: list[bool]
+    digest: str  # of its turns
+
+
+@dataclass(frozen=True)
 class InstructionData(TokenData):
     """Conversations in place of a folder of shards: each split is one shard of rows, in memory only."""
 
@@ -77,15 +84,6 @@ class InstructionData(TokenData):
             f"({train.targets():,} answer tokens, {filled:.0%} of the positions), {self.conversations['val']:,} "
             f"in {len(val):,} rows held out, fingerprint {self.fingerprint[:12]}"
         )
-
-
-@dataclass(frozen=True)
-class EncodedConversation:
-    """One conversation as ids."""
-
-    ids: list[int]
-    is_answer: list[bool]
-    digest: str  # of its turns
 
 
 def open_instructions(config: Config, tokenizer: Tokenizer | None) -> InstructionData:

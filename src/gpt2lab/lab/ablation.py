@@ -1,7 +1,5 @@
 """An ablation: the table of its settings, and adding seeds until all settings are decided. No torch."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Before seeds decide, short runs of each code are compared with those of the base
 more of them, in turns, compare seconds and memory, and the setting needs no seeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -8,8 +8,6 @@ killed, run.log raises.
 So every start continues the same run, nothing is sent twice, and what an earlier start could not send comes first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

@@ -6,8 +6,6 @@ Each class imports its library where it needs it, and raises whatever that raise
 nothing leaves the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import netrc

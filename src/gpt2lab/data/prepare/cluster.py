@@ -1,7 +1,5 @@
 """Groups as tasks of a Ray cluster whose machines share the folder that they write to."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

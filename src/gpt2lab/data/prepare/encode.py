@@ -1,7 +1,5 @@
 """Documents -> batches of ids, in order, by any number of worker processes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Prepare one group of files: a folder of its shards, committed by one rename."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,6 +34,15 @@ class ChangedError(DataError):
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A group that is done: its folder with val.npy, its training shards, and what was counted."""
+
+    folder: Path
+    files: list[dict[str, Any]]
+    facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares, states
+
+
+@dataclass(frozen=True)
 class Task:
     """What the shards of a group depend on, and its files."""
 
@@ -67,15 +74,6 @@ class Task:
             file, before = share.file, states[share.file.name]
             if state_of(file) != before or (before is not None and before[0] != file.size):
                 raise ChangedError(file.url)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A group that is done: its folder with val.npy, its training shards, and what was counted."""
-
-    folder: Path
-    files: list[dict[str, Any]]
-    facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares, states
 
 
 def run_task(
