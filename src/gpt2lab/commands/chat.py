@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         if text == "/quit":
             break
         if text == "/reset":
-            chat.reset()
+            chat.turns = []
         elif text.startswith("/"):
             say(_HELP)
         elif text:

@@ -55,7 +55,3 @@ class Chat:
             yield text
         self.turns = [*kept, Turn("assistant", answer.strip())]
         self.number += 1
-
-    def reset(self) -> None:
-        """Drop all turns; the system message stays."""
-        self.turns = []

@@ -54,7 +54,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits():
         assert chat.turns == said[-len(chat.turns) :]
         assert chat.number == number + 1
     assert 2 <= len(chat.turns) < 12, "nothing was forgotten, or all"
-    chat.reset()
+    chat.turns = []
     "".join(chat.ask("One"))
     assert echo.asked[-1] == echo.asked[0]
 
