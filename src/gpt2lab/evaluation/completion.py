@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from gpt2lab.config.flags import check_least, option
 from gpt2lab.config.schema import Dtype, SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.evaluation.request import require_gpu
-from gpt2lab.files import staged_file
+from gpt2lab.files import staged_new_file
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import encode_typed
@@ -189,7 +188,7 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
     ]
     with (
         system_errors_as(SaveError, out, fix="choose another --out"),
-        staged_file(out) as temporary,
+        staged_new_file(out) as temporary,
         open(temporary, "w", encoding="utf-8") as file,
     ):
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
@@ -199,6 +198,3 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
                 line = {"prompt": prompt, "text": found.text, **place}
                 line |= {"tokens": found.tokens, "ended": found.ended}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-        os.rename(temporary, out)
