@@ -22,13 +22,12 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.request import RunRequest, chosen_in, follow_peak
 from gpt2lab.config.settings import LEAVES, find_problems, override, policy_of, to_flat
-from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.compilation import missing_for_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.lab.step_tokens import RecordedRun
+from gpt2lab.lab.step_tokens import Documents, RecordedRun, find_documents
 from gpt2lab.model import rng
 from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
