@@ -37,14 +37,12 @@ class Tokenizer(ABC):
         Raises: DataError if the tokenizer has no ids for it.
         """
 
+    @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, (n,) of some unsigned type.
 
         Raises: DataError as `encode` does.
         """
-        import numpy as np
-
-        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
