@@ -297,8 +297,8 @@ def planner(bench: Bench) -> dict[str, Any]:
     flags = {"eval_freq": _STEPS // 2, "checkpoint_freq": _STEPS // 3, "val_tokens": 50_000}
     run = bench.train("planned", flags, TORCHINDUCTOR_CACHE_DIR=cold)
     forecast = json.loads((run / "estimate.json").read_text())
-    events = history.read_events(run)
-    steps = list(history.current(events, "step").values())
+    log = history.read_log(run)
+    events, steps = log.events, list(log.current_steps())
     rates = [step["tokens_per_second"] for step in steps[_WARM_UP:]]
     rate, memory = forecast["throughput"], forecast["memory"]
     context = memory["context"] if bench.device == "cuda" else 0  # which torch does not count
@@ -337,13 +337,10 @@ def reliability(bench: Bench) -> dict[str, Any]:
     if done.returncode != -signal.SIGKILL:
         raise CheckError(f"the run to be killed ended by itself: {_last_line(done)}")
     bench.train("cut", flags | {"resume": "latest"})
-    events = history.read_events(straight)
-    saves = [e for e in events if e["event"] == "checkpoint" and e["kind"] == "rolling"]
-    resumed = [e["level"] for e in history.read_events(cut) if e["event"] == "resume"]
-    losses = [
-        {n: step["loss"] for n, step in history.current(history.read_events(run), "step").items()}
-        for run in (straight, cut)
-    ]
+    logs = [history.read_log(run) for run in (straight, cut)]
+    saves = [e for e in logs[0].of_kind("checkpoint") if e["kind"] == "rolling"]
+    resumed = [e["level"] for e in logs[1].of_kind("resume")]
+    losses = [{step["step"]: step["loss"] for step in log.current_steps()} for log in logs]
     hashes = [_weights_hash(run) for run in (straight, cut)]
     problems = []
     if losses[0] != losses[1]:
@@ -381,7 +378,7 @@ def cards(bench: Bench) -> dict[str, Any]:
     for name, (ranks, mode) in (ways | {"fsdp": (world, "fsdp")}).items():
         flags = {"parallel": mode, "max_steps": 15, "mini_batch_size": micro}
         run = bench.train(f"mode_{name}", flags, world=ranks)
-        steps = list(history.current(history.read_events(run), "step").values())
+        steps = list(history.read_log(run).current_steps())
         found[name] = statistics.median(step["tokens_per_second"] for step in steps[_WARM_UP:])
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = bench.run(*ranks, str(_WORKER), "all_reduce", bench.device, OMP_NUM_THREADS="1")

@@ -36,7 +36,7 @@ from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.model.gpt import build_model
-from gpt2lab.runs.history import read_events
+from gpt2lab.runs.history import read_log
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.training.pretrain import pretrain
@@ -128,10 +128,10 @@ def train_ours(shape: Shape, folder: Path, dtype: str, *more: str) -> Losses:
         import_folder(folder)
     pretrain(parse([*flags_of(shape, folder, dtype), *more]).request, recipe=PRETRAINING)
     run = folder.parent / "runs" / dtype
-    events = read_events(run)
+    log = read_log(run)
     return Losses(
-        [e["loss"] for e in events if e["event"] == "step"],
-        [e["val_loss"] for e in events if e["event"] == "eval"],
+        log.column("loss").tolist(),
+        [event["val_loss"] for event in log.of_kind("eval")],
         as_theirs(load_weights(find_target(dtype, run.parent)).state_dict(), shape),
     )
 

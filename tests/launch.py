@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gpt2lab.runs import history
 from gpt2lab.training.stop import STOP_SIGNALS
+from plain_log import current_events, read_events
 from ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -217,7 +217,7 @@ def steps(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 def current_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return {step: its event} along the line of steps that the newest weights went through."""
-    return history.current(history.read_events(run_dir), "step")
+    return current_events(read_events(run_dir), "step")
 
 
 def losses(run_dir: Path) -> dict[int, str]:

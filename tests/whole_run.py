@@ -13,7 +13,7 @@ from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.runs import history
+from plain_log import read_events
 from tiny import TINY, TRAIN_SHARDS, flags_for, train
 
 T, S, STEP_TOKENS = 16, 8, 128
@@ -116,7 +116,7 @@ class Run:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
     def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
-        of_kind = [event for event in history.read_events(self.path) if event["event"] == kind]
+        of_kind = [event for event in read_events(self.path) if event["event"] == kind]
         return [event for event in of_kind if attempt in (None, event["attempt"])]
 
     def losses(self, attempt: int | None = None) -> dict[int, float]:

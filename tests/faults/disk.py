@@ -29,7 +29,7 @@ from gpt2lab.checkpoint import catalog  # noqa: E402
 from gpt2lab.checkpoint import manifest as manifests  # noqa: E402
 from gpt2lab.checkpoint.manifest import folder_name  # noqa: E402
 from gpt2lab.errors import CheckpointError  # noqa: E402
-from gpt2lab.runs import history  # noqa: E402
+from plain_log import read_events  # noqa: E402
 
 SOURCES = [Path(__file__).with_name(f"{name}_shim.c") for name in ("disk", "start")]
 _PRELOADED = "GPT2LAB_SHIMS"  # names the libraries in a process that was started with it
@@ -298,7 +298,7 @@ def unlike(run: Path, reference: dict[str, object]) -> list[str]:
 def _current_events(run: Path) -> list[dict[str, Any]]:
     """Return the events along the line of steps that the newest weights went through."""
     found: list[dict[str, Any]] = []
-    for event in history.read_events(run):
+    for event in read_events(run):
         if event["event"] in ("begin", "resume"):
             found = [earlier for earlier in found if earlier["step"] <= event["step"]]
         found.append(event)

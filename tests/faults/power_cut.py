@@ -28,7 +28,7 @@ from disk import Call, Trainer
 from syscall_sweep import one_line
 
 from gpt2lab import fmt
-from gpt2lab.runs import history
+from plain_log import read_events
 
 # Each is a list of starts in one folder, and what is being written.
 SCENES = {
@@ -259,7 +259,7 @@ def judge(trainer: Trainer, folder: Path, state: State, reference: dict[str, obj
     wrong += one_line(life)
     if life.code == 0:
         wrong += disk.unsound(run) + disk.unlike(run, reference)
-        log = history.read_events(run)
+        log = read_events(run)
         begins = [event["step"] for event in log if event["event"] == "begin"]
         from_step = disk.LAST if "already complete" in life.said else begins[-1]
         if from_step < state.committed:

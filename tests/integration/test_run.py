@@ -18,7 +18,7 @@ from gpt2lab.checkpoint import store
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.validation import Validation
 from gpt2lab.model.gpt import GPT
-from gpt2lab.runs import history
+from plain_log import read_events
 from tiny import TRAIN_SHARDS, VAL_SHARDS, make_tokens
 from whole_run import LAST, STEP_TOKENS, WINDOWS, Run, S, T
 
@@ -131,7 +131,7 @@ def test_checkpoints_are_those_due_the_best_ones_and_the_epochs_end(straight):
 
 
 def test_checkpoint_event_follows_the_step_and_tells_path_bytes_and_seconds(straight):
-    order = [(event["event"], event["step"]) for event in history.read_events(straight.path)]
+    order = [(event["event"], event["step"]) for event in read_events(straight.path)]
     for event in straight.events("checkpoint"):
         n = event["step"]
         assert order.index(("step", n)) < order.index(("checkpoint", n))

@@ -12,16 +12,16 @@ import torch
 import launch
 from gpt2lab.errors import NonFiniteError, OutOfMemoryError, SaveError
 from gpt2lab.optim.optimizers import AdamW
-from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import steps
+from plain_log import read_events
 from whole_run import LAST
 
 
 def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight):
     status = straight.status()
     assert (status["state"], status["step"], status["exit_code"]) == ("completed", LAST, 0)
-    done = history.read_events(straight.path)[-1]
+    done = read_events(straight.path)[-1]
     steps = straight.events("step")
     assert (done["event"], done["step"]) == ("done", LAST)
     assert done["reason"]
@@ -184,7 +184,7 @@ def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight):
     common = [f"--max_steps={LAST}", "--eval_freq=0", "--checkpoint_freq=0"]
     run.train(*common, "--stop_after_steps=3")
     assert list(run.checkpoints()) == [3]
-    status, stop = run.status(), history.read_events(run.path)[-1]
+    status, stop = run.status(), read_events(run.path)[-1]
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", 3, 0)
     assert (stop["event"], stop["reason"]) == ("stop", "stop_after_steps")
     assert stop["checkpoint"] == str(run.path / "step_00000003")

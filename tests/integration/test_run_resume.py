@@ -10,10 +10,10 @@ import pytest
 import launch
 from gpt2lab.checkpoint import manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
-from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
+from plain_log import current_events, read_events
 from tiny import parse
 from whole_run import reseal
 
@@ -120,7 +120,7 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
         manifest.verify(folder)
     assert list(run.checkpoints()) == [1, 2, 3, 4]
     assert "best" not in run.labels(), "the best was step 5, which is no longer of this run"
-    current = history.current(history.read_events(run.path), "step")
+    current = current_events(read_events(run.path), "step")
     assert {n: event["attempt"] for n, event in current.items()} == {1: 1, 2: 1, 3: 2, 4: 2}
     losses = {n: event["loss"] for n, event in current.items()}
     assert losses == {n: loss for n, loss in first.items() if n <= 4}
@@ -224,6 +224,6 @@ def test_steps_of_a_start_that_saved_nothing_are_not_the_runs(run, monkeypatch):
         run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0")
     monkeypatch.delenv("FAULT")
     run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0", "--stop_after_steps=2")
-    steps = history.current(history.read_events(run.path), "step")
+    steps = current_events(read_events(run.path), "step")
     assert {step: event["attempt"] for step, event in steps.items()} == {1: 2, 2: 2}
     assert "at step 2 (256 tokens)" in describe_run(run.path)

@@ -36,6 +36,7 @@ from gpt2lab.planner.machine import Watch
 from gpt2lab.planner.request import MAX_BATCH, EstimateRequest, Predictor
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing, say
+from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -255,8 +256,10 @@ def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: in
             lines = [line for line in err.splitlines() if line.startswith("error: ")]
             why = lines[-1].removeprefix("error: ") if lines else err.strip().splitlines()[-1:]
             raise ConfigError(f"the trainer rejects this run: {why}")
+        metrics = run_dir / METRICS
         return Trial(
-            log=Log.of(history.read_events(run_dir)),  # not the file, which is deleted
+            # Not the file, which is deleted.
+            log=Log(metrics.read_bytes() if metrics.exists() else b""),
             environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
             config=read_json(run_dir / "config.json") or {},
             others=others,

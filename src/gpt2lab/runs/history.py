@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import operator
 import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,17 +79,6 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
 }
 
 
-def read_events(run_dir: Path) -> list[Event]:
-    """Return all events of a short run, without damaged lines; those of a long run need gigabytes of memory."""
-    path, events = run_dir / METRICS, list[Event]()
-    if path.exists():
-        with open(path, "rb", opener=regular) as file:
-            for line in file:
-                with contextlib.suppress(ValueError):
-                    events.append(parse_line(line))
-    return events
-
-
 def open_log(run_dir: Path) -> Log:
     """Read a run's log; its `problem` names damaged lines, which are left out.
 
@@ -144,11 +132,6 @@ class Log:
         self._table = np.frombuffer(self._read(), _ROW)
         self._attempts, self._steps = self._of_all("attempt"), self._of_all("step")
         self.numbers, self._current = self._follow(self._steps)
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Log:
-        """Return the log of these events."""
-        return cls("".join(json.dumps(event) + "\n" for event in events).encode())
 
     def _read(self) -> bytearray:
         """Return the rows of all steps; keep the other events, and name damaged lines."""
@@ -231,7 +214,13 @@ class Log:
 
     def current(self, kind: str) -> dict[int, Event]:
         """Return {step: event} of the current events of one kind other than steps."""
-        return current(self.events, kind)
+        by_step: dict[int, Event] = {}
+        for event in self.events:
+            if event["event"] in ("begin", "resume", "rewind"):
+                by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
+            elif event["event"] == kind:
+                by_step[event["step"]] = event
+        return by_step
 
     def best_eval(self) -> Event | None:
         """Return the current evaluation with the lowest validation loss, None if none has a loss."""
@@ -388,20 +377,6 @@ def read_tokenizer(run_dir: Path) -> Tokenizer | None:
     """
     facts = read_json(run_dir / "run.json") or {}
     return of_record(facts.get("tokenizer", GPT2.record()), run_dir, "run.json")
-
-
-def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
-    """Return {step: event} of one kind along the steps that led to the newest weights.
-
-    A start from step N (0 for a fresh one), or a rewind to it, drops earlier events after step N.
-    """
-    by_step: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event["event"] in ("begin", "resume", "rewind"):
-            by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
-        elif event["event"] == kind:
-            by_step[event["step"]] = event
-    return by_step
 
 
 def has_diverged(run_dir: Path) -> bool:

@@ -55,7 +55,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         log = log or history.open_log(run_dir)
         newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
-        log, problem = log or Log.of([]), str(to_gpt2lab_error(error) or error)
+        log, problem = log or Log(b""), str(to_gpt2lab_error(error) or error)
     try:
         check_entries(run_dir)
     except ConfigError as error:

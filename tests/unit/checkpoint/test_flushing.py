@@ -18,6 +18,7 @@ from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.errors import CheckpointError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
+from plain_log import read_events
 from whole_run import Run
 
 Listen = Callable[[Callable[[str, Path], None]], None]
@@ -162,5 +163,5 @@ def test_a_line_after_a_hole_that_a_power_cut_left_is_read(before, tmp_path):
     line = {"event": "warning", "time": 1.5, "attempt": 1, "step": 0, "message": "m"}
     (tmp_path / "metrics.jsonl").write_bytes(before + json.dumps(line).encode() + b"\n")
     log = history.read_log(tmp_path)
-    assert log.events == history.read_events(tmp_path) == [line]
+    assert log.events == read_events(tmp_path) == [line]
     assert log.problem is None

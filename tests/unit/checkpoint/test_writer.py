@@ -19,11 +19,11 @@ from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.errors import FolderLostError, InUseError, SaveError
 from gpt2lab.model.gpt import GPT
-from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
 from one_process import Operators
+from plain_log import read_events
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
@@ -156,7 +156,7 @@ def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both):
 
 def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(both):
     for mode, run in both.items():
-        order = [(event["event"], event["step"]) for event in history.read_events(run.path)]
+        order = [(event["event"], event["step"]) for event in read_events(run.path)]
         saves = run.events("checkpoint")
         assert [event["step"] for event in saves] == [2, 4, 6, 8]
         for event in saves:

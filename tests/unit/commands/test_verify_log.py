@@ -12,10 +12,11 @@ from gpt2lab.commands.runs import remove_damaged_lines, verify_log
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.history import open_log, read_events
+from gpt2lab.runs.history import open_log
 from gpt2lab.runs.logger import MetricsLogger
 from launch import call
 from long_logs import damage_lines, lines_of_a_start
+from plain_log import read_events
 
 # Lines of an earlier version, without checksums.
 _LINE = b'{"event": "step", "time": 1.0, "attempt": 1, "step": %d}\n'
@@ -44,7 +45,7 @@ def test_a_line_that_is_not_what_was_written_is_named_and_left_out(tmp_path, num
     path.write_bytes(b"".join(lines))
     kept = [step for step in range(1, 9) if step != number]
     log = history.open_log(tmp_path)
-    assert log.numbers.tolist() == kept == [e["step"] for e in history.read_events(tmp_path)]
+    assert log.numbers.tolist() == kept == [e["step"] for e in read_events(tmp_path)]
     assert f"line {number}: " in str(log.problem)
     code, said, _ = launch.call("runs verify", tmp_path)
     assert (code, f"metrics.jsonl line {number}: " in said) == (1, True)
@@ -60,7 +61,7 @@ def test_lines_of_an_earlier_version_are_not_checked(tmp_path):
     logger.event("step", 3)
     logger.close()
     assert verify_log(tmp_path) == ([], 3, 1)
-    assert "crc" not in history.read_events(tmp_path)[-1]
+    assert "crc" not in read_events(tmp_path)[-1]
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from gpt2lab.data.shards import Shard, open_data
 from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
-from gpt2lab.runs import history
 from loading import T, loader_over
+from plain_log import read_events
 from tiny import VOCAB, flip_bit, parse, pretrain, write_shards
 
 
@@ -127,7 +127,7 @@ def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(tmp_path, tiny_flag
     def hash_without_end(verifier: Verifier, shard: Shard) -> None:
         if shard.path.name != train:
             return verify(verifier, shard)
-        while not any(event["event"] == "step" for event in history.read_events(run_dir)):
+        while not any(event["event"] == "step" for event in read_events(run_dir)):
             assert not verifier._is_closed.wait(0.01)
         (run_dir / "STOP").touch()
         verifier._is_closed.wait(launch.HANG_SECONDS)
@@ -140,7 +140,7 @@ def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(tmp_path, tiny_flag
     with monkeypatch.context() as patched:
         patched.setattr(Verifier, "_verify", hash_without_end)
         pretrain(parse([*flags, "--max_steps=500"]))
-    [stop] = (e for e in history.read_events(run_dir) if e["event"] == "stop")
+    [stop] = (e for e in read_events(run_dir) if e["event"] == "stop")
     assert stop["step"] < 500
     assert unverified(stop["step"]) == [train]
     last = stop["step"] + 3

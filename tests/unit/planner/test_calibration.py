@@ -19,7 +19,7 @@ from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
 from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
-from gpt2lab.runs.history import Log
+from plain_log import log_of
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 KIND = {"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False}
@@ -131,7 +131,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
     events.append({"event": "hellaswag", "time": 1.0, "attempt": 1, "step": 20, **scored})
     environment = {"device": "x", "world_size": 1, "threads": 2, "dtype": "fp32"}
     line = calibration.record_of(
-        Log.of(events),
+        log_of(events),
         environment | {"compile": "off", "mini_batch_size": config.batch.mini_batch_size},
         vars(config.model) | vars(config.batch) | {"hellaswag_metrics": "all"},
         others=0.0,
@@ -180,7 +180,7 @@ def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatc
     environment = {"device": card.name, "world_size": 1, "threads": 2, "dtype": "bf16"}
     environment |= {"compile": "on", "mini_batch_size": config.batch.mini_batch_size}
     flat = vars(config.model) | vars(config.batch)
-    trial = measuring.Trial(Log.of(events), environment, flat, 0.01, out_of_memory=False)
+    trial = measuring.Trial(log_of(events), environment, flat, 0.01, out_of_memory=False)
     monkeypatch.setattr(measuring, "run_trial", lambda *_, **__: trial)
     asked = Predictor(EstimateRequest(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
     if verdict == "rejected":

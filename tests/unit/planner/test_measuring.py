@@ -13,7 +13,7 @@ from gpt2lab.config.settings import LEAVES, override, to_flat
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import measuring
 from gpt2lab.planner.job import Job
-from gpt2lab.runs.history import Log
+from plain_log import log_of
 from tiny import parse
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -55,7 +55,7 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
         seen.append(job.micro_batch)
         rate = {1: 0.5, 2: 0.9}[job.micro_batch]
         step = {"event": "step", "attempt": 1, "time": 1.0, "tokens_per_second": rate}
-        log = Log.of(step | {"step": n, "peak_memory_bytes": 10**6} for n in range(1, 7))
+        log = log_of(step | {"step": n, "peak_memory_bytes": 10**6} for n in range(1, 7))
         return measuring.Trial(log, {}, {}, None, out_of_memory=False)
 
     monkeypatch.setattr(measuring, "run_trial", trial)

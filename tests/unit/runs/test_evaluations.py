@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import launch
+import plain_log
 from gpt2lab.runs.evaluations import add_tasks, newest_tasks
 from gpt2lab.runs.history import Log
 
@@ -18,7 +19,7 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
         events[-1] |= {"max_steps": 9, "world_size": 1}
         one = {"event": "step", "attempt": attempt, "time": 0.0, "loss": 1.0}
         events += [one | {"step": step} for step in range(begin + 1, end + 1)]
-    return Log.of(events)
+    return plain_log.log_of(events)
 
 
 def test_each_task_shows_its_newest_evaluation(tmp_path):

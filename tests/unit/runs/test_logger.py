@@ -10,6 +10,7 @@ import pytest
 import launch
 from gpt2lab.runs import history, summary
 from gpt2lab.runs.logger import MetricsLogger
+from plain_log import current_events, log_of, read_events
 from tiny import parse, pretrain
 
 
@@ -74,13 +75,13 @@ def test_a_name_that_is_no_text_can_be_logged(tmp_path):
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}", b"x" * 100, b"x" * 1000])
 def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn, monkeypatch):
     monkeypatch.setattr("gpt2lab.runs.logger._BLOCK", 100)  # which some are longer than
-    assert history.read_events(tmp_path) == []  # of a run without a file of metrics
+    assert read_events(tmp_path) == []  # of a run without a file of metrics
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     MetricsLogger(tmp_path, attempt=1).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     whole = b"".join(whole_line(step) for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
-    assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
     logger = MetricsLogger(tmp_path, attempt=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
     logger.event("step", 3)
@@ -91,7 +92,7 @@ def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, t
 def test_a_complete_last_line_that_lacks_its_newline_is_kept(tmp_path):
     lines = b"".join(map(whole_line, (1, 2)))
     (tmp_path / "metrics.jsonl").write_bytes(lines[:-1])
-    for events in (history.read_events(tmp_path), list(history.open_log(tmp_path).current_steps())):
+    for events in (read_events(tmp_path), list(history.open_log(tmp_path).current_steps())):
         assert [event["step"] for event in events] == [1, 2]
     MetricsLogger(tmp_path, attempt=2).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
@@ -119,35 +120,35 @@ def test_current_follows_the_line_that_the_newest_weights_took():
         *(event("step", 5, 2), event("resume", 2, 3, from_step=2), event("step", 3, 3)),
         event("eval", 3, 3, val_loss=1.0),
     ]
-    steps = history.current(events, "step")
+    steps = current_events(events, "step")
     assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3}
-    assert {n: kept["attempt"] for n, kept in history.current(events, "eval").items()} == {3: 3}
-    log = history.Log.of(events)
+    assert {n: kept["attempt"] for n, kept in current_events(events, "eval").items()} == {3: 3}
+    log = log_of(events)
     attempts = dict(zip(log.numbers.tolist(), log.column("attempt").tolist(), strict=True))
     assert attempts == {1: 1, 2: 1, 3: 3}
-    assert log.current("eval") == history.current(events, "eval")
-    assert (log.last_attempt, history.Log.of([]).last_attempt) == (3, 0)
+    assert log.current("eval") == current_events(events, "eval")
+    assert (log.last_attempt, log_of([]).last_attempt) == (3, 0)
 
 
 def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stall():
     whole = {"max_steps": 2, "world_size": 1}
     events = [event("begin", 0, **whole), event("done", 2, reason="completed")]
-    assert history.Log.of(events).has_ended
-    assert not history.Log.of([*events, event("begin", 2, 2, **whole | {"max_steps": 4})]).has_ended
+    assert log_of(events).has_ended
+    assert not log_of([*events, event("begin", 2, 2, **whole | {"max_steps": 4})]).has_ended
     evals = [event("eval", step, val_loss=loss) for step, loss in ((0, 5.0), (1, 3.0), (2, 4.0))]
-    said = str(summary._losses(history.Log.of(evals)))
+    said = str(summary._losses(log_of(evals)))
     assert "5.0000 at step 0 -> 4.0000 at step 2; best 3.0000 at step 1" in said
-    by_two = history.Log.of([event("begin", 0, max_steps=2, world_size=2)])
+    by_two = log_of([event("begin", 0, max_steps=2, world_size=2)])
     assert " --gpus 2 " in summary.command_to_continue(Path("run"), by_two)
     saved = event("checkpoint", 2, seconds=9.0, stall_seconds=0.5)
-    assert history.Log.of([event("step", 1, step_seconds=1.0), saved]).spent_seconds() == 1.5
+    assert log_of([event("step", 1, step_seconds=1.0), saved]).spent_seconds() == 1.5
 
 
 def test_the_speed_of_a_run_is_that_of_its_last_start_without_what_compiles():
     rates = [(1, 900.0)] * 8 + [(2, rate) for rate in (1.0, 2.0, 50.0, 60.0, 70.0)]
     steps = [event("step", n, of, tokens_per_second=rate) for n, (of, rate) in enumerate(rates, 1)]
-    assert history.Log.of(steps).typical_rate()[0] == 60.0
-    assert history.Log.of(steps[:2]).typical_rate()[0] == 900.0
+    assert log_of(steps).typical_rate()[0] == 60.0
+    assert log_of(steps[:2]).typical_rate()[0] == 900.0
 
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])
@@ -160,7 +161,7 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
     assert said.startswith(f"warning: {tmp_path / 'metrics.jsonl'} line 2: not ")
     assert said.count("\n") == 1, "once a process"
     assert f"gpt2lab runs repair-log {tmp_path}" in said
-    assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
 
 
 def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys):

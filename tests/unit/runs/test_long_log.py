@@ -12,8 +12,9 @@ import pytest
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import overview, summary
 from gpt2lab.runs.events import COLUMNS
-from gpt2lab.runs.history import current, open_log, read_events, read_log
+from gpt2lab.runs.history import open_log, read_log
 from long_logs import BUDGET, damage_lines, lines_of_a_start, long_run_of, peak_bytes
+from plain_log import current_events, read_events
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def plain_spent_seconds(events: list[dict[str, Any]]) -> float:
 
 def assert_says_what_the_log_says(run_dir: Path) -> None:
     events, log = read_events(run_dir), open_log(run_dir)
-    steps = current(events, "step")
+    steps = current_events(events, "step")
     assert log.events == [event for event in events if event["event"] != "step"]
     assert log.numbers.tolist() == sorted(steps)
     for name in ("attempt", *COLUMNS):
@@ -58,7 +59,7 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert log.step(0) is log.step(10**6) is None
     assert log.last_step() == steps[max(steps)]
     assert {event["step"]: event for event in log.current_steps()} == steps
-    assert log.current("eval") == current(events, "eval")
+    assert log.current("eval") == current_events(events, "eval")
     assert log.last_attempt == max(event["attempt"] for event in events)
     last = [e for e in events if e["attempt"] == log.last_attempt and e["event"] == "step"]
     assert log.last_start("step").tolist() == [event["step"] for event in last]

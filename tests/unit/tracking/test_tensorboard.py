@@ -18,10 +18,10 @@ from ecosystem import works_with
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
-from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.tracking.tensorboard import TensorBoard
 from launch import ask, steps
+from plain_log import current_events, read_events
 from tiny import parse, pretrain
 from whole_run import SCALARS
 
@@ -38,7 +38,7 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
     pretrain(parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
     run_dir = tmp_path / "runs" / "tiny"
-    written, events = open_tensorboard(run_dir), history.read_events(run_dir)
+    written, events = open_tensorboard(run_dir), read_events(run_dir)
     for tag, (kind, field, factor) in SCALARS.items():
         of_kind = [line for line in events if line["event"] == kind and line[field] is not None]
         expected = {line["step"]: line[field] * factor for line in of_kind}
@@ -129,7 +129,7 @@ def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tm
     written = open_tensorboard(run_dir)
     assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
     assert [scalar.step for scalar in written.Scalars("Loss/validation")] == [0, 4]
-    current = history.current(history.read_events(run_dir), "step")
+    current = current_events(read_events(run_dir), "step")
     assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
     seconds = {scalar.step: scalar.value for scalar in written.Scalars("Performance/step_time_ms")}
     assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)

@@ -28,11 +28,11 @@ from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
 from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import AdamW, build_optimizers, reject_on_device
-from gpt2lab.runs import history
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.progress import Progress
 from gpt2lab.training.stop import Signals
 from gpt2lab.training.trainer import Trainer
+from plain_log import read_events
 from whole_run import Run
 
 S = 8  # windows a step
@@ -207,7 +207,7 @@ def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
     assert one == other
     assert list(one["checkpoints"]) == [3, 5, 6, 9, 10, 12, 15, 16]
     assert written == [3, 5, 6, 9, 12, 15], "a stop and the end save themselves"
-    order = [(event["event"], event["step"]) for event in history.read_events(both.runs[1].path)]
+    order = [(event["event"], event["step"]) for event in read_events(both.runs[1].path)]
     assert order.index(("checkpoint", 9)) > order.index(("step", 10)), "it was in flight"
     for step in one["checkpoints"]:
         assert order.index(("checkpoint", step)) > order.index(("step", step))
@@ -387,7 +387,7 @@ def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
     expected, found = one_by_one.checkpoints()[saved], run.checkpoints()[saved]
     for name in ("model.safetensors", "optim.safetensors"):
         assert found.manifest["files"][name] == expected.manifest["files"][name]
-    order = [(event["event"], event["step"]) for event in history.read_events(run.path)]
+    order = [(event["event"], event["step"]) for event in read_events(run.path)]
     assert order.index(("step", saved)) < order.index(("checkpoint", saved))
 
 
