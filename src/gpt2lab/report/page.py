@@ -203,24 +203,27 @@ def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
     if not len(log.numbers) or not span:
         return rows
     actual = document.get("actual")
-    hours = actual["hours"] if actual else log.spent_seconds() / 3600
-    bounds, note = (span["low_hours"], span["high_hours"]), "" if actual else "so far"
+    spent = 3600 * actual["hours"] if actual else log.spent_seconds()
+    value, *bounds = (3600 * span[f"{name}_hours"] for name in ("estimated", "low", "high"))
+    note = "" if actual else "so far"
     if actual and actual.get("time_accuracy") is None:
         note = "forecast of another length, or without CORE"
-    rows.append(("time", _hours, span["estimated_hours"], bounds, hours, note))
+    rows.append(("time", fmt.duration, value, bounds, spent, note))
     if rate.get("value") is not None:
         median = float(np.nanmedian(log.column("tokens_per_second")))
-        bounds = (rate["low"], rate["high"])
+        bounds = [rate["low"], rate["high"]]
         rows.append(("tokens/s", "{:,.0f}".format, rate["value"], bounds, median, ""))
     needed = (document.get("memory") or {}).get("total")
     if needed and (peak := log.peak_memory()):
         share = f"{needed / peak:.0%} of the actual peak"
-        rows.append(("memory", _gib, needed, None, peak, share))
+        # In the unit of the forecast before a run.
+        gib = "{:.2f} GiB".format
+        rows.append(("memory", gib, needed / 2**30, None, peak / 2**30, share))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
         note = f"forecast for {loss.get('data', 'this data')}"
-        bounds = (loss["low"], loss["high"])
+        bounds = [loss["low"], loss["high"]]
         rows.append(("validation loss", "{:.2f}".format, loss["value"], bounds, measured, note))
     return rows
 
@@ -269,11 +272,3 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
     if isinstance(rows.get("command"), list):
         rows["command"] = " ".join(rows["command"])
     return [(name, str(value)) for name, value in rows.items() if value is not None]
-
-
-def _gib(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB"  # the unit of the forecast before a run
-
-
-def _hours(value: float) -> str:
-    return fmt.duration(3600 * value)
