@@ -28,9 +28,8 @@ RAY = "address of a Ray cluster that trains the runs, --jobs of them at a time; 
 _ATTEMPTS = 5  # of a run whose node dies
 _LOCK_SECONDS = 150  # in which a file server unlocks what a dead node has locked
 _LOOK_SECONDS = 5.0
-_PAUSE_SECONDS = (
-    15.0  # before another attempt: for half a minute Ray may still give tasks to the dead node
-)
+# Before another attempt: for half a minute Ray may still give tasks to the dead node.
+_PAUSE_SECONDS = 15.0
 _SMALL = ("*.json", METRICS, LOG, "validation/*")  # files of a run
 
 End = tuple[int, str, dict[str, bytes]]  # exit code, standard error, small files of the run

@@ -211,7 +211,8 @@ def batch_chunks(
             empty += is_empty
         except BadRecordsError as error:  # also in the rest of a document that began well
             if not skip_bad:
-                raise error.unless_skipped() from None
+                said = f"{error}; --skip_bad skips records that cannot be read"
+                raise DataError(said) from None
             bad += error.records
     if held:
         yield held, bad, empty

@@ -43,10 +43,6 @@ class BadRecordsError(DataError):
         super().__init__(message)
         self.records = records
 
-    def unless_skipped(self) -> DataError:
-        """Return the error that ends the program where --skip_bad was not given."""
-        return DataError(f"{self}; --skip_bad skips records that cannot be read")
-
 
 Stream = Generator["Document | BadRecordsError", None, None]
 State = tuple[int, ...] | None
