@@ -279,13 +279,9 @@ class Log:
         """Return {kind: event} of the current events at exactly this step."""
         taken = self.step(step)
         found: dict[str, Event] = {} if taken is None else {"step": taken}
-        for event in self.events:
-            if event["event"] in ("begin", "resume", "rewind"):
-                if step > event["step"]:
-                    found = {kind: kept for kind, kept in found.items() if kind == "step"}
-            elif event["step"] == step:
-                found[event["event"]] = event
-        return found
+        kinds = dict.fromkeys(event["event"] for event in self.events)
+        by_kind = ((kind, self.current(kind).get(step)) for kind in kinds)
+        return found | {kind: event for kind, event in by_kind if event is not None}
 
     def first_step(self) -> Event | None:
         """Return the event of the first current step, None before it."""
