@@ -17,16 +17,7 @@ from gpt2lab.data.shards import TokenData, document_marks, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import checksums_of, choose_windows, divide_windows, hash_checksums
-from gpt2lab.lab import token_groups
-from gpt2lab.lab.stats import (
-    ALPHA,
-    Estimates,
-    GroupMeans,
-    Sums,
-    estimate_groups,
-    t_half_width,
-    t_p_value,
-)
+from gpt2lab.lab import stats, token_groups
 from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses
 from gpt2lab.runs.events import finite
 
@@ -234,9 +225,10 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
             for row, values in enumerate(losses):
                 into[row] += np.bincount(cell, values, minlength=into[row].size).reshape(-1, P)
     weights = [source.weight for source in a.sources]
-    found = [estimate_groups([Sums(*one) for one in of], weights) for of in sums]
-    in_one = [Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]]  # a group of all tokens
-    whole = estimate_groups(in_one, weights)
+    found = [stats.estimate_groups([stats.Sums(*one) for one in of], weights) for of in sums]
+    # A group of all tokens.
+    in_one = [stats.Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]]
+    whole = stats.estimate_groups(in_one, weights)
     kinds = {one.kind for one in opened}
     return Explanation(
         step_a=a.step,
@@ -278,7 +270,7 @@ def _chunks(
         begin += count
 
 
-def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split, ...]:
+def _splits(groupings: list[_Grouping], found: list[stats.GroupMeans]) -> tuple[Split, ...]:
     """Return the splits; a group stands out after correction for the number of groups of all splits (Bonferroni)."""
     filled = [np.flatnonzero(means.share > 0).tolist() for means in found]
     tests = sum(len(groups) for groups in filled if len(groups) > 1)
@@ -294,10 +286,10 @@ def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split,
     )
 
 
-def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
+def _group(name: str, means: stats.GroupMeans, g: int, *, tests: int) -> Group:
     """Return group number `g`. `tests`: number of groups that are tested; 0 if this one is not."""
 
-    def at(estimates: Estimates) -> tuple[float, float, float]:
+    def at(estimates: stats.Estimates) -> tuple[float, float, float]:
         return (float(estimates.value[g]), float(estimates.se[g]), float(estimates.degrees[g]))
 
     mean, mean_se, _ = at(means.mean)
@@ -305,9 +297,9 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
     excess, excess_se, excess_degrees = at(means.excess)
     half = math.nan
     if part_degrees >= _LEAST_DEGREES:
-        half = float(t_half_width(part_se, part_degrees))
+        half = float(stats.t_half_width(part_se, part_degrees))
     can_test = tests > 0 and excess_se > 0 and excess_degrees >= _LEAST_DEGREES
-    p = float(t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
+    p = float(stats.t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
     return Group(
         name=name,
         tokens=float(means.share[g]),
@@ -321,7 +313,7 @@ def _group(name: str, means: GroupMeans, g: int, *, tests: int) -> Group:
         part_high=finite(part + half),
         excess=excess,
         excess_se=finite(excess_se),
-        stands_out=can_test and p * tests < ALPHA,
+        stands_out=can_test and p * tests < stats.ALPHA,
     )
 
 
@@ -385,5 +377,5 @@ def describe_explanation(found: Explanation) -> str:
         f"part: tokens x (B - A); the parts of a split add up to {found.difference:+.4f}, which is "
         f"{abs(found.difference - found.exact_difference):.1g} from the exact difference, because losses are kept in "
         f"fp16. se: over {found.unit}s. *: the part differs from the group's share of the tokens by more than noise "
-        f"(p < {ALPHA:g}, Bonferroni over all groups)."
+        f"(p < {stats.ALPHA:g}, Bonferroni over all groups)."
     )

@@ -14,18 +14,7 @@ import numpy as np
 from gpt2lab import fmt
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
-from gpt2lab.lab.stats import (
-    ALPHA,
-    MOST_SEEDS,
-    OverSeeds,
-    SeedsNeeded,
-    Sequential,
-    decide,
-    holm,
-    over_seeds,
-    seeds_needed,
-    t_half_width,
-)
+from gpt2lab.lab import stats
 
 SMALLEST = 0.01  # nats per token: a difference that is worth more seeds
 QUESTIONS = (
@@ -59,12 +48,12 @@ class Comparison:
 
     setting: str
     baseline: str
-    over_seeds: OverSeeds
+    over_seeds: stats.OverSeeds
     over_units: OverUnits | None  # None if the runs keep no results by unit
     p_holm: float | None  # of `over_seeds`, adjusted for all settings; None for a single seed
-    seeds_needed: SeedsNeeded | None
+    seeds_needed: stats.SeedsNeeded | None
     # With --until_decided. Then the t interval and test of `over_seeds` are not valid: the data chose the seeds.
-    sequential: Sequential | None
+    sequential: stats.Sequential | None
     verdict: Verdict
     metric: str = LOSS
 
@@ -93,7 +82,7 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
         se = math.hypot(*known) if len(known) == 2 else None
     low = high = None
     if se is not None:
-        half = float(t_half_width(se, degrees))
+        half = float(stats.t_half_width(se, degrees))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 
@@ -114,23 +103,23 @@ def compare_all(
     `tests`: number of settings that were to be compared, if more than these; one that diverged has p = 1.
     """
     tests = max(1, tests or len(differences))
-    alpha = ALPHA / tests
-    found = {name: over_seeds(values) for name, values in differences.items()}
+    alpha = stats.ALPHA / tests
+    found = {name: stats.over_seeds(values) for name, values in differences.items()}
     tested = {n: one.p for n, one in found.items() if one.p is not None and not until_decided}
     p_values = [*tested.values(), *[1.0] * (tests - len(differences))]
-    adjusted = dict(zip(tested, holm(p_values), strict=False))
+    adjusted = dict(zip(tested, stats.holm(p_values), strict=False))
     comparisons = []
     for name, seeds in found.items():
-        need = seeds_needed(seeds, smallest, alpha=alpha, sequential=until_decided)
+        need = stats.seeds_needed(seeds, smallest, alpha=alpha, sequential=until_decided)
         sequential = None
         if until_decided:
-            sequential = decide(differences[name], smallest=smallest, alpha=alpha)
+            sequential = stats.decide(differences[name], smallest=smallest, alpha=alpha)
             differs, equal = sequential.decision == "differs", sequential.decision == "equal"
         else:
-            differs = adjusted.get(name, 1.0) < ALPHA
+            differs = adjusted.get(name, 1.0) < stats.ALPHA
             equal = False
-            if seeds.sd is not None:
-                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds - 1, alpha)
+            if seeds.se is not None:
+                half = stats.t_half_width(seeds.se, seeds.seeds - 1, alpha)
                 equal = bool(abs(seeds.mean) + half < smallest)
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"
@@ -193,7 +182,7 @@ def _power(found: Comparison) -> str:
     size = f"{need.difference:g}{_unit(found)}"
     what = f"would show a difference of {size} in {100 * need.power:.0f} % of cases"
     if need.seeds is None:
-        return f"only more than {MOST_SEEDS:,} seeds {what}"
+        return f"only more than {stats.MOST_SEEDS:,} seeds {what}"
     if need.seeds <= had:
         return f"{need.seeds} seeds {what}"
     return (
@@ -203,7 +192,7 @@ def _power(found: Comparison) -> str:
 
 
 def _count(seeds: int | None) -> str:
-    return f"more than {MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
+    return f"more than {stats.MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
 
 
 def _on_other_units(found: OverUnits | None) -> str:
