@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.token_stream import texts_of_stdlib
 from gpt2lab import fmt
 from gpt2lab.data.prepare.pipeline import Sizes, prepare
 from gpt2lab.data.prepare.sources import open_source
@@ -139,7 +140,7 @@ def describe(preparation: dict[str, Any], loader: dict[str, Any]) -> str:
 
 def _write_corpus(path: Path, num_bytes: int) -> None:
     # The tutorial's way keeps empty documents, ours does not.
-    texts = [text for text in open_source("python-stdlib", text_column="text").texts() if text]
+    texts = [text for text in texts_of_stdlib() if text]
     written = 0
     with open(path, "w", encoding="utf-8") as file:
         while written < num_bytes:

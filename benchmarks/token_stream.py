@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from gpt2lab.data.prepare.groups import Share
+from gpt2lab.data.prepare.readers import Document, read
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding, vocabulary_files
 
@@ -15,10 +18,19 @@ from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding, vocabulary_files
 _TIKTOKEN_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 
 
+def texts_of_stdlib() -> Iterator[str]:
+    """Yield the files of Python's standard library that are text, in the order of a preparation."""
+    source = open_source("python-stdlib", text_column="text")
+    for file in source.files:
+        for document in read(Share(file), text_column=source.text_column):
+            if isinstance(document, Document):
+                yield "".join(document.blocks)
+
+
 def text_tokens(count: int, *, vocab_size: int) -> np.ndarray:
     """Return `count` ids of Python's standard library, (count,) uint16: GPT-2's, or bytes where V is too small."""
     texts, size, characters = [], 0, 8 * count
-    for text in open_source("python-stdlib", text_column="text").texts():
+    for text in texts_of_stdlib():
         texts.append(text)
         size += len(text)
         if size >= characters:

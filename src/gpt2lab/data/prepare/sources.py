@@ -6,14 +6,14 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
-from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, hash_of, kind_of
-from gpt2lab.data.prepare.readers import Document, read, text_per_byte
+from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, hash_of, kind_of
+from gpt2lab.data.prepare.readers import text_per_byte
 from gpt2lab.errors import DataError
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -49,13 +49,6 @@ class TextSource:
         """Return the files that are trained on, and those of which every document is held out."""
         train = [file for file in self.files if file.name != self.val_file]
         return train, [file for file in self.files if file.name == self.val_file]
-
-    def texts(self) -> Iterator[str]:
-        """Yield the texts that can be read, in order."""
-        for file in self.files:
-            for document in read(Share(file), text_column=self.text_column):
-                if isinstance(document, Document):
-                    yield "".join(document.blocks)
 
     def text_bytes(self) -> int:
         """Estimate the bytes of text from the sizes of the files and the beginning of the largest of each kind.
