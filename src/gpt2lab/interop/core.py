@@ -44,6 +44,8 @@ _FIELDS = {
     _CONTINUED: ("context", "continuation"),
 }
 _ORDER_SEED, _EXAMPLES_SEED = 1337, 1234  # nanochat's
+_ALL = 22  # tasks of the published bundle
+_AT_MOST = 2**28  # bytes of a file, far above the published ones; a zip of 1 MB may unpack to 1 GB
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ def read_bundle(path: Path, limit: int | None) -> list[CoreTask]:
     with _reading(folder / _TASKS) as text:
         tasks = [
             CoreTask(
-                label=str(row["label"]),
-                type=str(row["icl_task_type"]),
-                source=str(row["dataset_uri"]),
+                label=_text(row["label"]),
+                type=_text(row["icl_task_type"]),
+                source=_text(row["dataset_uri"]),
                 num_fewshot=int(row["num_fewshot"][0]),
-                delimiter=row.get("continuation_delimiter", " "),
-                chance=chance.get(str(row["label"]), math.nan),
+                delimiter=_text(row.get("continuation_delimiter", " ")),
+                chance=chance.get(row["label"], math.nan),
             )
             for row in yaml.safe_load(text)["icl_tasks"]
         ]
@@ -128,12 +130,23 @@ def _reading(file: Any) -> Iterator[str]:
             f"{file}: missing; --core takes DCLM's evaluation bundle as it is published"
         )
     try:
-        yield file.read_bytes().decode()
+        with file.open("rb") as stream:
+            content = stream.read(_AT_MOST + 1)
+        if len(content) > _AT_MOST:
+            raise ValueError(f"over {_AT_MOST:,} bytes")
+        yield content.decode()
     except (GPT2LabError, MemoryError):
         raise
     except Exception as error:  # of zipfile, zlib, csv, yaml, or of what a field holds
         what = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"{file}: not as in DCLM's evaluation bundle ({what})") from error
+
+
+def _text(value: Any) -> str:
+    """Raise TypeError if it is no text; a list of aliases in YAML may be as long as memory."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text belongs")
+    return value
 
 
 def _with_items(task: CoreTask, file: Any, limit: int | None) -> CoreTask:
@@ -162,8 +175,9 @@ def _read_item(row: dict[str, Any], task: CoreTask) -> Item:
     first, last = (row[name] for name in _FIELDS[task.type])
     starts = first if task.type == "schema" else [first]
     ends = last if task.type == "multiple_choice" else [last]
-    if not all(isinstance(text, str) for text in (*starts, *ends)):
-        raise ValueError("not a text")
+    if not isinstance(starts, list) or not isinstance(ends, list):
+        raise TypeError("options that are no list")
+    starts, ends = ([_text(text) for text in texts] for texts in (starts, ends))
     if task.type == _CONTINUED:
         if not last:
             raise ValueError("an empty continuation")
@@ -252,6 +266,11 @@ def measure_core(
         }
     total = sum(one["n"] for one in measured.numbers.values())
     _add_mean(measured, tasks, centered)
+    if len(tasks) != _ALL:
+        measured.warnings.append(
+            f"CORE: the mean is over {len(tasks)} tasks, of {_ALL} in the published bundle: compare with means over "
+            f"the same tasks only"
+        )
     if cut := [*measured.numbers.values()][-1]["cut"]:
         measured.warnings.append(
             f"CORE: {cut:,} of {total:,} items have prompts over the model's context of {longest} tokens, which lose "

@@ -74,7 +74,7 @@ def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.nd
     Greedy: the likeliest token after token would have written it.
     """
     picked, ids, owners, slots = predict_endings(model, rows)
-    parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
+    parts = max(1, math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES))  # of no ids, 1
     nats, misses = [], []
     for some, wanted in zip(picked.chunk(parts), ids.chunk(parts), strict=True):
         logits = model.masked_logits(some)  # (P / parts, V)

@@ -4,6 +4,7 @@ tests/golden/run_nanochat_core.py recorded what nanochat's own code says.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -85,7 +86,9 @@ def test_errors_are_over_items_and_those_of_shared_items_together(tmp_path):
     )
     variance = sum(np.var(of_source, ddof=1) / 16 for of_source in sums) / 5**2
     assert found.numbers["core"]["metrics"]["centered"]["se"] == pytest.approx(np.sqrt(variance))
-    assert (found.numbers["core"]["n"], found.warnings) == (64, [])
+    assert found.numbers["core"]["n"] == 64
+    (said,) = found.warnings
+    assert said.startswith("CORE: the mean is over 5 tasks, of 22 in the published bundle: ")
 
 
 def edited(bundle: Path, name: str, *rows: dict[str, Any]) -> Path:
@@ -111,6 +114,9 @@ def test_what_nanochat_stops_at_is_scored_as_far_as_it_goes(tmp_path):
     cut = {one["task"]: one.get("cut") for one in found.numbers.values()}
     assert (cut["own_repeats"], cut["own_words"], cut["own_choices"]) == (4, 0, 16)
     assert found.warnings[0].startswith("CORE: ")
+    alike = [{"query": "bus", "choices": ["A", "A"], "gold": k % 2} for k in range(4)]
+    found = measured(answer, edited(bundle, "choices", *alike))  # nothing to score in the task
+    assert value(found, "choices") == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +245,10 @@ def written(name: str, old: str, new: str) -> Callable[[Path], Any]:
 
 
 SCHEMA = "eval_data/own/schema.jsonl"
+# A label that, as text, would fill the memory.
+ALIASES = "a0: &a0 [x]\n"
+ALIASES += "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 9}]\n" for n in range(20))
+ALIASES += "icl_tasks:\n- label: *a20\n  x: "
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda b: (b / SCHEMA).unlink(), r"schema\.jsonl: missing; --core takes"),
     (lambda b: (b / "eval_meta_data.csv").unlink(), r"eval_meta_data\.csv: missing"),
@@ -261,6 +271,15 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (written(SCHEMA, '"continuation"', '"end"'), r"schema\.jsonl line 1: no item .*'continuation'"),
     (written(SCHEMA, "{", "["), r"schema\.jsonl line 1: no item of schema \(JSONDecodeError"),
+    (
+        written(SCHEMA, 's": [', 's": "ab", "x": ['),
+        r"schema\.jsonl line 1: no item .*that are no list",
+    ),
+    (
+        written("core.yaml", "icl_tasks:\n- label: ", ALIASES),
+        r"core\.yaml: not as .*a list where a text belongs",
+    ),
+    (lambda b: os.truncate(b / SCHEMA, 2**28 + 1), r"schema\.jsonl: not .*over 268,435,456 bytes"),
     (lambda b: (b / SCHEMA).write_bytes(b"\xff"), r"schema\.jsonl: not as in .*UnicodeDecodeError"),
     (lambda b: edited(b, "schema"), r"own_schema draws 2 examples .* and has 0; add items$"),
 ]
