@@ -177,6 +177,7 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     done = call("data", "import", folder)
     assert (done.returncode, "train with: " in done.stdout) == (0, True)
     assert "no end of text" not in done.stderr
+    assert "warning: a val shard has the bytes of a train shard" in done.stderr
     adopted = open_data(folder, vocab_size=128)
     assert adopted.tokenizer == CharactersTokenizer(characters)
     assert measure(folder)["val"].text_bytes == len(text)

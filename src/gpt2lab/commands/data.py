@@ -17,7 +17,7 @@ from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.commands.prepare_data import advise_first_run
 from gpt2lab.config.flags import RUN, argument, option, required
-from gpt2lab.data.manifest import end_of_text_of
+from gpt2lab.data.manifest import SPLITS, end_of_text_of
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
@@ -114,6 +114,12 @@ class Import(ImportOptions):
             say(
                 "warning: no end of text of gpt2: another --tokenizer wrote these ids, or one document"
             )
+        of_train, of_val = (
+            {entry["sha256"] for entry in manifest["files"] if entry["split"] == split}
+            for split in SPLITS
+        )
+        if of_train & of_val:
+            say("warning: a val shard has the bytes of a train shard: its loss is on trained text")
         with contextlib.suppress(GPT2LabError):  # such as of an unknown tokenizer
             print("\n".join(advise_first_run(out or folder, manifest)))
         return 0

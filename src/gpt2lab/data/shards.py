@@ -314,15 +314,15 @@ def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.nda
     return code, lengths, pointers, documents
 
 
-def looks_32_bit(path: Path, offset: int = 0) -> bool:
-    """Tell whether ids taken for uint16 are 32 bits wide: at every second place nothing above 15, elsewhere larger.
+def looks_wider(path: Path, offset: int = 0, *, width: int = 2) -> bool:
+    """Tell whether ids taken for `width` bytes have twice as many: at every second place nothing above 15, else larger.
 
     The upper half of an id is at most 15 in vocabularies of up to a million.
     """
     with open_regular(path, follow=True) as file:
         file.seek(offset)
         sample = file.read(_SAMPLE_BYTES)
-    ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
+    ids = np.frombuffer(sample[: len(sample) // (2 * width) * 2 * width], f"<u{width}")
     return len(ids) > 0 and int(ids[1::2].max()) < 16 <= int(ids[::2].max())
 
 
@@ -334,7 +334,7 @@ def open_shard(path: Path) -> Shard:
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
-            if size % 2 or looks_32_bit(path):
+            if size % 2 or looks_wider(path):
                 kind = "an odd number of bytes" if size % 2 else "32-bit ids"
                 raise DataError(f"{path}: {kind}, not uint16 ids; import the folder again")
             return Shard(path, size // 2, 0)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from gpt2lab.data.shards import looks_32_bit, map_megatron_index, read_datatrove_index
+from gpt2lab.data.shards import looks_wider, map_megatron_index, read_datatrove_index
 from gpt2lab.errors import DataError
 from gpt2lab.files import open_regular
 
@@ -180,15 +180,20 @@ def read_megatron(path: Path) -> TokenFile:
 def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
     """Read a file without header as ids from byte `offset` on, uint16 unless `dtype` is given.
 
-    Raises: DataError if the size does not fit, or without `dtype` if the ids are plainly 32 bits wide; OSError.
+    Raises: DataError if the size does not fit, or if the ids are plainly wider; OSError.
     """
     size = path.stat().st_size
-    if dtype is None and looks_32_bit(path, offset):
+    width = np.dtype(DTYPES[dtype or "uint16"][0]).itemsize
+    is_inside = offset <= size
+    if is_inside and (dtype is None or width == 4) and looks_wider(path, offset, width=4):
+        raise DataError(
+            f"{path}: every second uint32 is almost 0, so these are 64-bit ids; write them again as uint32"
+        )
+    if is_inside and dtype is None and looks_wider(path, offset):
         raise DataError(
             f"{path}: every second uint16 is almost 0, so these are 32-bit ids; import them with --dtype uint32"
         )
-    width = np.dtype(DTYPES[dtype or "uint16"][0]).itemsize
-    if offset > size or (size - offset) % width:
+    if not is_inside or (size - offset) % width:
         behind = f" after offset {offset}" if offset else ""
         kind = dtype or "uint16"
         raise DataError(

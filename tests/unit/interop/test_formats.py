@@ -206,6 +206,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "Megatron out of order": ("Megatron", _swap_two_sequences),
     "Megatron with negative ids": ("Megatron int32, sequences within documents", _negative_ids),
     "raw of 32 bits": ("nanoGPT", lambda f: write_raw(f / "train.bin", documents(30, 5), kind="I")),
+    "raw of 64 bits": ("nanoGPT", lambda f: write_raw(f / "train.bin", documents(30, 5), kind="Q")),
     "raw of odd size": ("nanoGPT", cut("val.bin", 1)),
     "raw and empty": ("nanoGPT", write("val.bin", b"")),
     "raw with an id too large": ("nanoGPT", write("train.bin", b"\0\0\x60\xea")),
@@ -309,6 +310,7 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path):
 
 def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):
     """Ids below 16 at every second place are no proof: whoever knows better says so."""
+    (tmp_path / "wide").mkdir()
     for split in ("train", "val"):
         ids = [[1000, 3] * 200]
         write_raw(tmp_path / f"{split}.bin", ids)
@@ -316,6 +318,12 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):
         import_folder(tmp_path)
     import_folder(tmp_path, ImportOptions(dtype="uint16"))
     assert open_data(tmp_path, vocab_size=50304).tokens("train") == 400
+    write_raw(tmp_path / "wide" / "train.bin", ids, kind="Q")
+    write_raw(tmp_path / "wide" / "val.bin", ids, kind="Q")
+    with pytest.raises(DataError, match="64-bit ids; write them again as uint32"):
+        import_folder(tmp_path / "wide", ImportOptions(dtype="uint32"))
+    with pytest.raises(DataError, match=f"after offset {10**30}; raw uint32"):
+        import_folder(tmp_path / "wide", ImportOptions(dtype="uint32", offset=10**30))
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
         rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
         rehash(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
