@@ -112,6 +112,8 @@ def unknown_flag(name: str, known: Collection[str]) -> str:
     """Say what may have been meant by a flag that a command does not have."""
     if _NAMED.get(name) in known:
         return f"here it is --{_NAMED[name]}"
+    if name == "data_dir" and {"out", "val_tokens"} <= set(known):  # the folder that prepare makes
+        return "here it is --out"
     if name == "fsdp_offload":
         return "what it moves to the CPU's memory is not counted; leave it out, for fsdp without it"
     return fmt.did_you_mean(name, known, "see --help", flag="--")

@@ -78,6 +78,8 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(place, monke
     line = rejected(call("prepare_data.py", "python_stdlib", folder=place))
     assert line == "error: python_stdlib: no such file or folder; did you mean python-stdlib?"
     assert "hf:: no such file or folder, and not " in rejected(call("prepare_data.py", "hf:"))
+    line = rejected(call("prepare_data.py", "texts", "--data_dir=data/texts"))
+    assert line == "error: unknown flag --data_dir: here it is --out"
 
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
