@@ -225,10 +225,8 @@ def describe_plan(document: Mapping[str, Any]) -> str:
     )
 
 
-def _losses(
-    family: Family, runs: Sequence[SeedRun], *, tokens: int, data: str
-) -> tuple[float, ...]:
-    """Return the last validation loss of each run. `data`: the fingerprint of the data that it must be trained on."""
+def _losses(family: Family, runs: Sequence[SeedRun], *, tokens: int) -> tuple[float, ...]:
+    """Return the last validation loss of each run."""
     losses = []
     for run in runs:
         with prefix_errors(run.setting):
@@ -246,12 +244,6 @@ def _losses(
             if holder := holder_of(run.folder):
                 fix = f"{holder} is training it; wait for it"
             raise CheckError(f"{run.name} is not complete: {fix}")
-        trained_on = (history.read_json(run.folder / "run.json") or {}).get("data_fingerprint")
-        if trained_on != data:
-            raise DataError(
-                f"{run.name} was trained on other data than its data folder holds now; restore those, "
-                f"or choose another --out"
-            )
         losses.append(curve.losses[-1])
     return tuple(losses)
 
@@ -266,7 +258,7 @@ def read_and_fit(family: Family) -> Ladder:
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        losses = _losses(family, own, tokens=plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, own, tokens=plan.tokens)
         rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
@@ -320,8 +312,7 @@ def _rates(family: Family, found: Ladder) -> list[dict[str, Any]]:
         losses = {1.0: rung.losses}
         try:
             for factor, runs in others.items():
-                data = found.settings["data"]
-                losses[factor] = _losses(family, runs, tokens=rung.tokens, data=data)
+                losses[factor] = _losses(family, runs, tokens=rung.tokens)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -363,10 +354,8 @@ def ladder_results(family: Family) -> dict[str, Any]:
 def _score(family: Family, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the top rung with its prediction; None if it is not complete."""
     top = family.top_runs()
-    start = fresh_start(top[0])
-    tokens, data = start.plan.tokens, start.data.fingerprint
     try:
-        losses = _losses(family, top, tokens=tokens, data=data)
+        losses = _losses(family, top, tokens=fresh_start(top[0]).plan.tokens)
     except CheckError:
         return None
     begun = min(float(history.read_log(run.folder).events[0]["time"]) for run in top)

@@ -31,6 +31,7 @@ from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import (
     CheckError,
     ConfigError,
+    DataError,
     GPT2LabError,
     SavedInterrupt,
     SaveError,
@@ -239,21 +240,27 @@ def fresh_start(run: SeedRun) -> Start:
 
 
 def require_own_settings(run: SeedRun) -> None:
-    """Reject an existing run of the same name that has other settings.
+    """Reject an existing run of the same name that has other settings or data, or was evaluated on others.
 
-    Raises: ConfigError.
+    Raises: ConfigError, DataError.
     """
     if not (run.folder / "config.json").exists():
         return
-    fresh = fresh_start(run).config
-    wanted, had = to_flat(fresh), to_flat(history.read_config(run.folder))
+    start = fresh_start(run)
+    wanted, had = to_flat(start.config), to_flat(history.read_config(run.folder))
     for name, value in wanted.items():
         differs = value not in (None, "auto") and had[name] != value
-        if differs and policy_of(name, fresh) != "free":
+        if differs and (policy_of(name, start.config) != "free" or name == "val_tokens"):
             raise ConfigError(
                 f"{paths.display_path(run.folder)} was run with {name} {had[name]}, not {value}; "
                 f"rename the setting or remove that folder"
             )
+    facts = history.read_json(run.folder / "run.json") or {}
+    if facts.get("data_fingerprint", start.data.fingerprint) != start.data.fingerprint:
+        raise DataError(
+            f"{run.name} was trained on other data than its data folder holds now; restore those, or choose another "
+            f"--out"
+        )
 
 
 def run_all(

@@ -160,6 +160,15 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
     settings["hot"][0] = "--max_lr=0.02"
     with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02"):
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
+    settings["hot"][0] = "--max_lr=0.01"
+    with pytest.raises(ConfigError, match=r"cold_seed1 was run with val_tokens 320, not 160"):
+        plan_runs(settings, [*shared, "--val_tokens=160"], seeds=(1,), out=tmp_path)
+    record = tmp_path / "cold_seed1" / "run.json"
+    record.write_text(record.read_text().replace('"data_fingerprint": "', '"data_fingerprint": "0'))
+    with pytest.raises(
+        DataError, match="cold_seed1 was trained on other data than its data folder"
+    ):
+        plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
 def test_a_job_array_trains_what_an_ablation_has_left(shared, started, tmp_path, capsys):
