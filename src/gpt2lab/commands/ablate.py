@@ -36,6 +36,7 @@ from gpt2lab.lab.seed_runs import Setting, prefix_errors
 from gpt2lab.runs import history
 
 _OURS = {"seed", "run_name", "checkpoint_dir", "resume"}
+_AT_MOST = 2**20  # characters of a settings file
 _OUT = "folder of the runs and the table; a complete run is not repeated"
 _NOTHING = (
     "nothing to compare: give a settings file, or several values to a flag, such as "
@@ -216,14 +217,17 @@ def read_settings(path: Path) -> dict[str, list[str]]:
     Raises: ConfigError naming the line, DataError if there is no such file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(_AT_MOST + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(
             f"{path}: {why}; values to compare are flags: --weight_decay 0 0.1"
         ) from error
     settings: dict[str, list[str]] = {}
-    for number, line in enumerate(lines, start=1):
+    if len(text) > _AT_MOST:
+        raise ConfigError(f"{path}: over {_AT_MOST:,} characters")
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, flags = line.partition(":")

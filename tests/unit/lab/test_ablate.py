@@ -48,6 +48,10 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
     settings = read_settings(path)
     assert list(settings) == ["plain", "hot"]
     assert settings == {"plain": [], "hot": ["--max_lr", "0.01", "--sample_prompt", "a b"]}
+    path.write_text(path.read_text(), "utf-8-sig")
+    assert read_settings(path) == settings
+    with pytest.raises(ConfigError, match="over 1,048,576 characters"):
+        read_settings(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(
