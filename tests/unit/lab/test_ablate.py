@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -183,12 +184,17 @@ def test_a_job_array_trains_what_an_ablation_has_left(shared, started, tmp_path,
         resume_command.main(words)
     run_all(runs[:1])
     runs[1].write_settings()
+    capsys.readouterr()
     resume_command.main(words)
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-0\n" in script
     assert "--gpus" not in script
     (line,) = re.findall(r"^0\) set -- (.*) ;;$", script, re.M)
     assert shlex.split(line) == runs[1].trainer_words()
+    for task in ({"SLURM_ARRAY_TASK_ID": "1"}, {}):  # of another array, and started by hand
+        done = subprocess.run(["bash", "-c", script], env=task, **launch.TO_ITS_END)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"error: no task (1|none), only 0 to 0; sbatch sets it\n", done.stderr)
     pretrain(parse([*shlex.split(line)[:2], "--resume=auto"]))
     with pytest.raises(ConfigError, match="all 2 runs that were planned are complete"):
         resume_command.main(words)
