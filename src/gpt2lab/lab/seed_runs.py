@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -420,6 +421,8 @@ def _run_one(
     code, stderr = trainers.run(run)
     if code:
         reason = last_line(stderr)
+        if code < 0:  # the last line may be any
+            reason = f"{signal.strsignal(-code)}; start again to continue"
         if may_diverge and history.has_diverged(run.folder):
             say(f"{label}: diverged: {reason.removeprefix('error: ')}")
             return

@@ -225,6 +225,22 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     assert started == ["a_seed1"]
 
 
+class Deadly(seed_runs.Machine):
+    """A machine whose memory is too small, say."""
+
+    def start(self, run: seed_runs.SeedRun, environment: dict[str, str]) -> Any:
+        trainer = super().start(run, environment)
+        trainer.kill()
+        return trainer
+
+
+def test_a_run_that_is_killed_is_said_to_be(shared, tmp_path):
+    """Its last words are no reason, such as `loading PyTorch: 4 s so far`."""
+    runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
+    with pytest.raises(CheckError, match=r"exit code -9: Killed; start again to continue$"):
+        run_all(runs, machine=Deadly())
+
+
 def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_path, monkeypatch):
     start_of, main = seed_runs.start_of, threading.main_thread().ident
     runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
