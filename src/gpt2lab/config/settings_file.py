@@ -173,7 +173,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         values = json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:  # of both formats, with the line
+    except (ValueError, RecursionError) as error:  # of both formats, with the line; or of nesting
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: not one JSON object of settings")

@@ -172,7 +172,9 @@ class Family:
                 rates["muon_lr"] = optim.muon_lr * factor
         # Chosen, so that no rung takes those that suit its own length.
         batch = request.config.batch.total_batch_size
-        fixed: dict[str, Any] = {k: float(f"{rate:.6g}") for k, rate in rates.items() if rate}
+        fixed: dict[str, Any] = {
+            k: float(f"{rate:.6g}") for k, rate in rates.items() if rate is not None
+        }
         if self.trunks:
             fixed |= self._of_trunk(request, values["max_tokens"] // batch, batch)
         return request.with_settings(total_batch_size=batch, **fixed)
@@ -222,7 +224,7 @@ def read_family(what: str, out: Path | None = None, *, trunks: bool = False) -> 
         return _family(what, path.stem, tomllib.loads(text), out, trunks)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, GPT2LabError) as error:  # not UTF-8, not TOML, not a ladder
+    except (ValueError, RecursionError, GPT2LabError) as error:  # not UTF-8, not TOML, not a ladder
         raise ConfigError(f"{path}: {error}") from None
 
 

@@ -95,6 +95,9 @@ def test_all_problems_of_a_file_come_at_once(tmp_path):
         parse([write(tmp_path, "max_step = 5\nseed = 1.5\n")])
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         parse([f"--config={tmp_path / 'none.toml'}"])
+    for name, text in (("deep.toml", "x = " + "[" * 9999), ("deep.json", "[" * 99999)):
+        with pytest.raises(ConfigError, match=rf"{name}: maximum recursion depth"):
+            parse([write(tmp_path, text, name)])
 
 
 def test_a_run_s_config_json_starts_an_equal_run(run, tmp_path):

@@ -99,6 +99,8 @@ def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
     family = read_family(str(file))
     found = {name: rates(family, name)[0] for name in ("a-64", "a-256", "c-256")}
     assert found == {"a-64": 0.02, "a-256": 0.01, "c-256": 0.00444444}
+    file.write_text(file.read_text().replace("exponent = 1", "exponent = 99999", 1))
+    assert rates(read_family(str(file)), "c-256")[0] == 0  # which no run accepts
 
 
 def test_the_families_are_ladders_of_their_own() -> None:
@@ -137,6 +139,9 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
         read_family("modern-tin")
     with pytest.raises(ConfigError, match="No such file"):
         read_family(str(tmp_path / "none.toml"))
+    (tmp_path / "deep.toml").write_text("x = " + "[" * 9999)
+    with pytest.raises(ConfigError, match=r"deep.toml: maximum recursion depth"):
+        read_family(str(tmp_path / "deep.toml"))
 
 
 @pytest.mark.parametrize("what", ["modern-tiny", "mine.toml"])
