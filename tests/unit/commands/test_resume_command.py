@@ -22,7 +22,8 @@ def test_the_printed_command_continues_the_run(run_dir):
     code, command, notes = call("runs resume-command", *by_name, *more)
     assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
     python, program, *argv = shlex.split(command)
-    assert Path(shutil.which(python) or "").absolute() == Path(sys.executable)
+    # python and python3 are two names in one environment's folder.
+    assert Path(shutil.which(python) or "").absolute().parent == Path(sys.executable).parent
     launch.worked(call(program, *argv))
     assert max(launch.steps(run_dir)) == 14
 
