@@ -44,7 +44,7 @@ def small_group() -> Iterator[Path]:
             group.rmdir()
 
 
-def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
+def test_row_44_a_rank_killed_for_its_memory_is_started_again(
     run, reference, small_group, tmp_path
 ):
     """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""

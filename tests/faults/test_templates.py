@@ -121,9 +121,7 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
         ("failed", "a process died", True),
     ],
 )
-def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
-    run, tmp_path, state, reason, goes_back
-):
+def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, reason, goes_back):
     run.path.mkdir(parents=True)
     status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
     (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")

@@ -63,9 +63,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_row_30_no_command_writes_through_a_link_or_waits_for_a_pipe(
-    tiny_data, tmp_path, monkeypatch
-):
+def test_row_30_no_command_writes_through_a_link_or_awaits_a_pipe(tiny_data, tmp_path, monkeypatch):
     work = tmp_path / "work"
     flags = ("--use_tensorboard", "--eval_freq=2", "--checkpoint_freq=2", "--max_steps=5")
     Run(tiny_data, tmp_path / "runs", *flags, name="bad").train("--stop_after_steps=4")

@@ -67,9 +67,7 @@ def without_times(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_node_that_dies_has_its_runs_resumed_elsewhere(
-    start_cluster, tiny_data, tmp_path, mirrored
-):
+def test_runs_of_a_node_that_dies_resume_elsewhere(start_cluster, tiny_data, tmp_path, mirrored):
     """Mirrored, the second node has a disk of its own, and it takes its runs' folders with it."""
     (tmp_path / "s.txt").write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
     out, one = tmp_path / "out", tmp_path / "one"

@@ -110,9 +110,7 @@ def assert_mean_of(run: Run, first: int, last: int, *, at: int = 8) -> None:
     ],
     ids=str,
 )
-def test_a_tail_is_the_mean_of_its_weights_changes_no_bit_and_resumes_to_the_same(
-    tiny_run, world, more
-):
+def test_a_tail_is_the_mean_of_its_weights_changes_no_bit_and_resumes(tiny_run, world, more):
     plain = tiny_run(world=world, **{**TAIL, **more, "average_tail": 0})
     run = tiny_run(world=world, **TAIL, **more)
     assert run.bits()[:2] == plain.bits()[:2]

@@ -41,7 +41,7 @@ def counts_signals(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("counts_signals")
 @pytest.mark.parametrize("place", BEFORE)
-def test_a_stop_at_the_last_step_is_a_stop_and_the_resume_measures_the_rest(
+def test_after_a_stop_at_the_last_step_the_resume_measures_the_rest(
     folder, place, monkeypatch, capsys
 ):
     name = f"term_{place}"
@@ -61,7 +61,7 @@ def test_a_stop_at_the_last_step_is_a_stop_and_the_resume_measures_the_rest(
 
 
 @pytest.mark.parametrize("place", ["measure.eval", "checkpoint.after_label"])
-def test_an_error_at_the_last_step_fails_the_start_and_the_resume_completes_the_run(
+def test_an_error_at_the_last_step_fails_and_the_resume_completes_the_run(
     folder, place, monkeypatch
 ):
     name = f"raise_{place}"

@@ -107,9 +107,7 @@ def test_every_step_can_be_shown_with_its_sources(straight, data):
     assert "--- sample 0: easy, tiny_train_000000.npy from token 0" in said
 
 
-def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
-    straight, data, tmp_path
-):
+def test_a_moved_mixture_is_replayed_and_shown_with_its_own_weights_alone(straight, data, tmp_path):
     shutil.copytree(data, tmp_path / "moved")
     there = words(tmp_path / "moved", **WEIGHTS)
     replay = ("replay", straight, "--steps=13:15", *there)

@@ -146,9 +146,7 @@ def test_two_ranks_resume_on_a_new_machine(store):
     store.assert_equals("b", store.path("c"))
 
 
-def test_a_lost_bucket_is_an_error_and_a_dead_server_never_stops_a_run_that_has_begun(
-    store, reference
-):
+def test_a_lost_bucket_is_an_error_and_a_dead_server_stops_no_run_under_way(store, reference):
     store.stop_after("a", 5)
     for key in store.list_keys():
         store.s3.delete_object(Bucket=store.bucket, Key=key)

@@ -70,7 +70,7 @@ def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned)
     ("file", "number"),
     [("config.json", errno.ENOSPC), ("status.json", errno.ENOSPC), ("config.json", errno.EIO)],
 )
-def test_a_disk_that_takes_nothing_at_the_start_is_one_line_and_leaves_nothing(
+def test_a_disk_full_at_the_start_is_one_line_and_leaves_nothing(
     run, monkeypatch, file, number, wording
 ):
     run.train("--max_steps=4", "--stop_after_steps=2", "--eval_freq=0")

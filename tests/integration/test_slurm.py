@@ -105,7 +105,7 @@ def submit(env: dict[str, str], script: str, folder: Path) -> str:
     return done.stdout.strip()
 
 
-def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
+def test_a_job_saves_when_its_time_ends_and_is_queued_again(
     slurm, tiny_data, tmp_path, monkeypatch
 ):
     here = tmp_path / "a place; with $(names)"

@@ -25,7 +25,7 @@ def reference(tiny_run) -> Run:
         ),
     ],
 )
-def test_losses_do_not_depend_on_processes_or_accumulation(
+def test_losses_do_not_depend_on_ranks_or_cuts(
     world, mini_batch_size, compile, reference, tiny_run
 ):
     """Accumulation 8 and 4 (slow: 1, 1, and compiled), against 1; ranks' weights are compared bit by bit on the way."""

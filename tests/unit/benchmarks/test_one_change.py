@@ -16,9 +16,7 @@ MODERN = ("--positions=rotary", "--norm=rmsnorm", "--qk_norm=rmsnorm", "--activa
 TOKENS = 4 * 128
 
 
-def test_each_change_moves_the_loss_and_none_is_the_trainers(
-    tiny_data, tmp_path, capsys, monkeypatch
-):
+def test_each_change_moves_the_loss_none_is_the_trainers(tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 4 steps is the last alone
     run = Run(tiny_data, tmp_path, *MODERN, "--optimizer=muon", f"--max_tokens={TOKENS}")
     run.train()

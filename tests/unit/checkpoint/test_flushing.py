@@ -52,9 +52,7 @@ def listen(monkeypatch) -> Listen:
     return begin
 
 
-def test_a_new_run_has_its_name_on_the_disk_before_its_first_checkpoint(
-    tiny_data, tmp_path, listen
-):
+def test_a_new_run_has_its_name_on_disk_before_its_first_checkpoint(tiny_data, tmp_path, listen):
     run, calls = Run(tiny_data, tmp_path / "new" / "runs"), list[tuple[str, Path]]()
     listen(lambda name, path: calls.append((name, path)))
     run.train("--max_steps=1")

@@ -264,13 +264,11 @@ def hf(tmp_path) -> Path:
         *(("vocab_size", 10**12), ("n_head", 0), ("n_head", 3)),
     ],
 )
-def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
-    hf, tmp_path, key, value, wording
-):
+def test_sizes_are_compared_with_the_weights_before_a_model_is_built(hf, key, value, wording):
     values = json.loads((hf / "config.json").read_text()) | {key: value}
     (hf / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, check=wording):
-        find_target(str(hf), tmp_path).model_config()
+        find_target(str(hf), hf.parent).model_config()
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -100,9 +100,7 @@ ANSWERS = re.compile(r"(help|list|dry run)( json)?$|.*--help$|(status|runs list)
     "consequence",
     [PeerError("another process died"), RuntimeError("[gloo] Connection closed by peer")],
 )
-def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
-    cause, consequence, tmp_path, monkeypatch
-):
+def test_torchrun_names_the_first_cause_of_one_second(cause, consequence, tmp_path, monkeypatch):
     """Torchrun compares whole seconds and takes the lowest rank of equals; here the cause is rank 1."""
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
     failures = {}

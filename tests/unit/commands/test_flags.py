@@ -177,9 +177,7 @@ def test_a_switch_can_be_typed_off_again():
     assert parse([]).over(saved).log.use_tensorboard is True
 
 
-def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_directory(
-    monkeypatch, tmp_path
-):
+def test_a_default_path_is_at_the_repository_a_typed_one_where_one_works(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     repository = Path(__file__).resolve().parents[3]
     assert repository == paths.REPOSITORY
@@ -193,9 +191,7 @@ def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_dire
     assert flat["hellaswag_path"] == "/x/y.jsonl"
 
 
-def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
-    monkeypatch, tmp_path
-):
+def test_a_saved_path_stays_and_a_typed_one_is_at_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     saved = override(Config(), {"data_dir": "/corpora/a"})
     assert to_flat(parse(["--seed=1"]).over(saved))["data_dir"] == "/corpora/a"

@@ -109,9 +109,7 @@ def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if not verb.startswith(ONLY_REFUSED)])
-def test_latest_and_the_beginning_of_a_name_mean_what_the_name_means(
-    folder, verb, tmp_path, monkeypatch
-):
+def test_latest_and_the_beginning_of_a_name_mean_the_name(folder, verb, tmp_path, monkeypatch):
     here = Path(shutil.copytree(folder, tmp_path / "here"))
     monkeypatch.setattr(paths, "REPOSITORY", here)
     codes = set()

@@ -17,9 +17,7 @@ def run(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
 
 
-def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_run(
-    run, monkeypatch, capsys
-):
+def test_a_retention_plan_that_does_not_fit_is_told_also_by_a_dry_run(run, monkeypatch, capsys):
     # Bytes a parameter x parameters x (two rolling ones, best, its predecessor, one being written).
     needed = 12 * 34_176 * 5
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, needed - 1))
@@ -43,7 +41,7 @@ def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_ru
         (["--max_steps=4", "--n_embd=768", "--n_layer=1", "--vocab_size=1280"], []),
     ],
 )
-def test_a_dry_run_forecasts_the_time_and_warns_of_many_epochs_and_large_disk(
+def test_a_dry_run_forecasts_time_and_warns_of_epochs_and_disk(
     run, monkeypatch, capsys, flags, fixes
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 20 * 10**9))

@@ -132,9 +132,7 @@ def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path,
     assert check.numbers["available_bytes"] == 10_000 * 2**20
 
 
-def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
-    run, capsys, monkeypatch
-):
+def test_a_stop_longer_than_the_launcher_waits_is_answered_with_the_flag(run, capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
     code, told = ask(run, capsys, monkeypatch)

@@ -57,9 +57,7 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
 
 
 @pytest.mark.slow
-def test_a_script_goes_on_in_the_folder_where_it_was_made(
-    run_dir, tiny_data, tmp_path, monkeypatch
-):
+def test_a_script_goes_on_in_the_folder_it_was_made_in(run_dir, tiny_data, tmp_path, monkeypatch):
     here = tmp_path / "my place"
     here.mkdir()
     (here / "data").symlink_to(tiny_data)

@@ -106,9 +106,7 @@ def test_help_shows_what_a_flag_takes():
         ("ipykernel_launcher", True, "gpt2lab train", "gpt2lab status"),
     ],
 )
-def test_a_verb_has_the_form_that_was_typed(
-    monkeypatch, tmp_path, called, is_installed, train, status
-):
+def test_a_verb_has_the_typed_form(monkeypatch, tmp_path, called, is_installed, train, status):
     monkeypatch.chdir(paths.REPOSITORY)
     for name in ("python", "torchrun", *["gpt2lab"] * is_installed):
         (tmp_path / name).touch(mode=0o755)

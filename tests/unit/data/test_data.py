@@ -73,9 +73,7 @@ def test_a_broken_shard_is_rejected_by_name(foreign, case, wording):
         ),
     ],
 )
-def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(
-    vocab_size, name, first, tmp_path
-):
+def test_a_missing_folder_is_rejected_with_the_command_for_one(vocab_size, name, first, tmp_path):
     with pytest.raises(DataError, match="no such data folder; ") as caught:
         open_data(tmp_path / "nowhere", vocab_size=vocab_size)
     words = f"prepare python-stdlib --tokenizer {name} --out {tmp_path / 'nowhere'}"

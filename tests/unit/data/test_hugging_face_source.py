@@ -87,9 +87,7 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
         (None, "content", r"part-0\.parquet: no column 'content'; it has id, text"),
     ],
 )
-def test_a_dataset_that_cannot_be_used_is_one_line(
-    dataset, tmp_path, monkeypatch, name, column, message
-):
+def test_an_unusable_dataset_is_one_line(dataset, tmp_path, monkeypatch, name, column, message):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for long
     with pytest.raises(DataError, match=message) as rejection:

@@ -69,9 +69,7 @@ def sparse_shards(folder: Path, *, count: int, tokens: int) -> tuple[Shard, ...]
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
-def test_the_first_batch_needs_only_its_own_windows_of_ten_billion_tokens(
-    tmp_path, shuffle, monkeypatch
-):
+def test_the_first_batch_needs_its_own_windows_of_ten_billion_alone(tmp_path, shuffle, monkeypatch):
     """No hash is waited for, and no order of 9.7 million windows is written down, wherever the run begins."""
     go_on = threading.Event()
     monkeypatch.setattr(Verifier, "_verify", lambda self, shard: go_on.wait(100))
@@ -187,9 +185,7 @@ def test_a_verifier_that_fails_is_heard_by_whoever_waits(tmp_path, monkeypatch):
     verifier.close()
 
 
-def test_a_stop_hashes_no_shard_that_changed_but_says_that_it_is_not_verified(
-    tmp_path, monkeypatch
-):
+def test_a_stop_hashes_no_shard_that_changed_but_says_it_is_unverified(tmp_path, monkeypatch):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
     verifier = Verifier((dataclasses.replace(shard, sha256=sha256_of(shard.path)),))
     verifier.touch(0)

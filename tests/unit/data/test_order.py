@@ -92,9 +92,7 @@ def reference_place(index: int, size: int, seed: int, epoch: int, rounds: int) -
     st.integers(0, 4),
     st.sampled_from([(1, 4), (2, 8)]),
 )
-def test_an_epoch_equals_the_reference_written_with_plain_integers(
-    corpus, shuffle, seed, epoch, version
-):
+def test_an_epoch_equals_the_reference_in_plain_integers(corpus, shuffle, seed, epoch, version):
     sizes, context = corpus
     number, rounds = version
     order = Order(sizes, context_length=context, shuffle=shuffle, seed=seed, version=number)
@@ -185,9 +183,7 @@ CUTS = [(1, 1), (1, 24), (2, 3), (2, 12), (3, 2), (4, 6), (8, 3), (12, 2), (24, 
 
 @pytest.mark.parametrize(("world", "mini_batch"), CUTS)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_processes_share_the_same_samples_in_the_same_global_order(
-    shards, shuffle, world, mini_batch
-):
+def test_processes_share_the_same_samples_in_one_global_order(shards, shuffle, world, mini_batch):
     for step in (1, 9, 10, 40):  # step 9 crosses into the second epoch
         first, last = (step - 1) * SAMPLES, step * SAMPLES
         expected = windows_by_hand(shards, shuffle, first, last)

@@ -76,9 +76,7 @@ def _die_within_the_answer(pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
-    corpus, tmp_path, monkeypatch
-):
+def test_a_worker_killed_in_its_answer_ends_the_work_in_one_line(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "_work", _die_within_the_answer)
     with pytest.raises(DataError, match="a tokenizing process died"):
         run_prepare(corpus, tmp_path / "out", num_workers=2)
@@ -86,9 +84,7 @@ def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
-    corpus, tmp_path, monkeypatch
-):
+def test_an_interrupted_preparation_goes_on_where_it_stopped(corpus, tmp_path, monkeypatch):
     sizes = {"shard_tokens": 1500, "val_tokens": 700, "group_bytes": 5_000}
     run_prepare(corpus, tmp_path / "straight", **sizes)
     tokens: list[int] = []
@@ -123,9 +119,7 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_unfinished_work_of_another_command_line_is_rejected_and_kept(
-    corpus, tmp_path, monkeypatch
-):
+def test_unfinished_work_of_another_command_is_rejected_and_kept(corpus, tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "assemble", Mock(side_effect=full))
@@ -194,9 +188,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(corpus, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("name", "change"), [("a.jsonl", _replaced), ("c.parquet", _rewritten)])
-def test_what_was_killed_and_goes_on_reads_a_changed_file_again(
-    tmp_path, monkeypatch, name, change
-):
+def test_what_was_killed_reads_a_changed_file_again(tmp_path, monkeypatch, name, change):
     """The groups before the change are dropped where their file is another: no byte of the old text is left."""
     folder = tmp_path / "corpus"
     write_jsonl(folder / "a.jsonl", MANY)

@@ -127,9 +127,7 @@ def test_more_processes_than_gpus_are_rejected(gpu, monkeypatch):
     ("triton", "capability", "reason"),
     [(None, (9, 0), "no Triton"), (object(), (6, 1), "older than Triton supports")],
 )
-def test_a_gpu_that_cannot_compile_trains_all_the_same(
-    triton, capability, reason, gpu, monkeypatch
-):
+def test_a_gpu_that_cannot_compile_still_trains(triton, capability, reason, gpu, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda", 0)

@@ -109,9 +109,7 @@ def test_each_loss_keeps_its_bits(dtype, model, monkeypatch):
     np.testing.assert_array_equal(found[2], found[0])
 
 
-def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
-    model, runtime, tmp_path, monkeypatch
-):
+def test_a_compiled_validation_compiles_once_and_is_the_same(model, runtime, tmp_path, monkeypatch):
     """Up to rounding: compiled attention on a CPU is two matrix products."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     data = write_shards(tmp_path / "data", train=(99,), val=(900,))

@@ -299,9 +299,7 @@ def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, mon
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
-    padded_model, temperature
-):
+def test_prompts_of_different_lengths_side_by_side_continue_as_alone(padded_model, temperature):
     prompts = [[5], [7, 8, 9], [3, 4]]
     style = {"max_new_tokens": 4, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     generators = [torch.Generator().manual_seed(number) for number in range(3)]

@@ -58,9 +58,7 @@ def shapes(texts: list[str], system: str) -> list[dict[str, Any]]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), st.one_of(st.just(""), TEXTS))
-def test_a_conversation_has_the_same_ids_and_mask_in_every_shape(
-    tmp_path_factory, exchanges, system
-):
+def test_a_conversation_has_equal_ids_and_mask_in_every_shape(tmp_path_factory, exchanges, system):
     texts = [text for exchange in exchanges for text in exchange]
     path = tmp_path_factory.mktemp("shapes") / "all.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in shapes(texts, system)))

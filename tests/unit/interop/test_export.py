@@ -147,9 +147,7 @@ def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):
     assert "HellaSwag" not in card
 
 
-def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
-    folder, tmp_path, monkeypatch
-):
+def test_an_export_that_transformers_reads_otherwise_is_not_kept(folder, tmp_path, monkeypatch):
     """Wrong heads change no shape: only the logits tell."""
     right = exporting.write_hf_config
 

@@ -288,9 +288,7 @@ def test_large_weights_are_split_as_transformers_splits_them(folder, sharded, tm
         assert tensors <= 20_000 or list(found["weight_map"].values()).count(path.name) == 1
 
 
-def test_shards_come_back_bit_for_bit_and_their_export_is_the_file_of_the_run(
-    folder, sharded, tmp_path
-):
+def test_shards_come_back_bit_for_bit_and_their_export_is_the_runs_file(folder, sharded, tmp_path):
     one, many = (dict(load_hf(path).named_parameters()) for path in (folder / "x", sharded))
     assert list(one) == list(many)
     assert all(torch.equal(one[name], many[name]) for name in one)

@@ -215,9 +215,7 @@ def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, c
     assert history.read_config(tmp_path / "out" / "a_seed1").optim.max_lr == 1.1e-4
 
 
-def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
-    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_ends_the_ablation_and_says_why(shared, started, tmp_path, monkeypatch):
     runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
     monkeypatch.setattr("gpt2lab.training.steps.train_step", _raise)
     with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
@@ -314,8 +312,8 @@ def _raise(*_: Any, **__: Any) -> None:
     ],
 )
 def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
-    shared: list[str], tmp_path: Path, flag, seeds, wording
-) -> None:
+    shared, tmp_path, flag, seeds, wording
+):
     with pytest.raises(ConfigError, check=wording):
         plan_runs({"a": [], "b": [flag]}, shared, seeds=seeds, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

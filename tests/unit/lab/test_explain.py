@@ -182,9 +182,7 @@ def test_kept_losses_are_those_of_the_evaluation(folder: Path) -> None:
     assert not (folder / "plain" / "token_losses.npy").exists()
 
 
-def test_a_run_that_ends_early_keeps_its_losses_and_one_that_was_stopped_says_how(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_ends_early_keeps_its_losses_one_stopped_says_how(tiny_flags, tmp_path):
     """At a rate of 3 the loss only grows: the run ends after two evaluations without a better one."""
     flags = [*tiny_flags, "--keep_token_losses", "--max_lr=3", "--sample_freq=0", "--max_steps=9"]
     flags += ["--eval_freq=1", "--warmup_steps=0", "--grad_clip=0"]
@@ -381,9 +379,7 @@ def inside(found: GroupMeans, name: str, truth: GroupMeans) -> np.ndarray:
         (7, (8, 300), [0.5, 0.5], 800, 0.955),
     ],
 )
-def test_true_parts_lie_within_two_errors_as_often_as_they_should(
-    seed, counts, shares, times, rate
-):
+def test_true_parts_lie_in_two_errors_as_often_as_they_should(seed, counts, shares, times, rate):
     """95 % nominal; errors that count tokens would cover far less.
 
     In the last, eight documents weigh as much as 300: with pooled degrees of freedom the intervals held the truth in

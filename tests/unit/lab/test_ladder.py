@@ -145,9 +145,7 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["modern-tiny", "mine.toml"])
-def test_a_ladder_without_the_families_data_names_both_commands_that_make_them(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ladder_without_its_data_names_both_commands_that_make_them(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(FILE.replace("DATA", "data/python_stdlib_512"))
     with pytest.raises(DataError) as caught:
@@ -304,9 +302,7 @@ PREDICTIONS = sorted((REPOSITORY / "docs" / "ladders").glob("*_prediction.json")
 
 
 @pytest.mark.parametrize("path", PREDICTIONS, ids=lambda path: path.stem)
-def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_outcome(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_committed_prediction_follows_from_its_rungs_and_is_on_the_page(path, tmp_path):
     written = json.loads(path.read_text())
     actual = path.with_name(path.name.replace("_prediction", "_results"))
     shutil.copy(actual, tmp_path / "ladder.json")

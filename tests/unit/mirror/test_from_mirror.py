@@ -175,7 +175,7 @@ def test_a_complete_run_brings_its_mirror_up_to_date(mirrored, bucket, capsys):
 
 
 @pytest.mark.parametrize("problem", ["locked", "unwritable"])
-def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
+def test_a_complete_run_that_is_not_copied_is_complete(
     problem, mirrored, bucket, capsys, monkeypatch
 ):
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
@@ -192,9 +192,7 @@ def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
     assert ("in use by" if holder else "Read-only") in line
 
 
-def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
-    mirrored, bucket, monkeypatch
-):
+def test_the_end_of_a_complete_run_waits_no_longer_than_others_do(mirrored, bucket, monkeypatch):
     limits: list[float] = []
 
     def note(signals: Any, deadlines: Any, *, most: float, has_failed: bool) -> Any:
@@ -300,9 +298,7 @@ def test_another_machine_of_the_run_fetches_what_rank_zero_chose(mirrored, tmp_p
         (0, 0.0, None, True, True),
     ],
 )
-def test_the_end_waits_no_longer_than_it_has(
-    level, seconds_ago, deadline, has_failed, waits, monkeypatch
-):
+def test_the_end_waits_while_it_may(level, seconds_ago, deadline, has_failed, waits, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     now = time.monotonic()
     signals: Any = SimpleNamespace(level=level, asked_at=now - seconds_ago)

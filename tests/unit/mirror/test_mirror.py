@@ -204,9 +204,7 @@ class GivenUpError(Exception):
 
 
 @pytest.mark.parametrize("protocol", ["file", "buffered"])
-def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
-    protocol, run_dir, monkeypatch, bucket
-):
+def test_an_upload_given_up_leaves_a_complete_copy_as_it_is(protocol, run_dir, monkeypatch, bucket):
     monkeypatch.setattr("gpt2lab.mirror.storage._BLOCK", 400)
     fsspec.register_implementation("buffered", Buffered, clobber=True)
     Buffered.store.clear()
@@ -237,9 +235,7 @@ def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
     assert not mirror.fs.transaction.files, "nothing is kept in memory"
 
 
-def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
-    run_dir, monkeypatch, bucket
-):
+def test_a_copy_in_a_folder_is_on_disk_before_its_manifest_has_a_name(run_dir, monkeypatch, bucket):
     """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
     mirror, folder = connect(f"file://{bucket}", "run"), commit(run_dir, 2)
     done: list[tuple[str, str]] = []
@@ -290,9 +286,7 @@ def test_a_run_that_died_before_its_first_copy_is_replaced(url, run_dir, tmp_pat
 @pytest.mark.parametrize(
     ("text", "is_claimed"), [("", True), ('{"format": "gpt2la', True), ('{"format": "x/2"}', False)]
 )
-def test_a_torn_owner_is_written_again_and_another_formats_is_left(
-    text, is_claimed, run_dir, tmp_path
-):
+def test_a_torn_owner_is_written_again_and_anothers_is_left(text, is_claimed, run_dir, tmp_path):
     place = tmp_path / "bucket" / "run"
     place.mkdir(parents=True)
     (place / "mirror.json").write_text(text)
@@ -316,9 +310,7 @@ def test_files_of_others_are_neither_claimed_nor_deleted(run_dir, tmp_path):
     assert [path.name for path in place.iterdir()] == ["thesis.tex"]
 
 
-def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
-    run_dir, tmp_path, monkeypatch
-):
+def test_copies_are_retired_by_the_runs_rules_and_nothing_else_is(run_dir, tmp_path, monkeypatch):
     bucket = tmp_path / "bucket" / "run"
     bucket.parent.mkdir()
     mirror = connect(f"file://{bucket.parent}", "run")
@@ -403,9 +395,7 @@ def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, 
 @pytest.mark.parametrize(
     "point", ["download.model.safetensors", "download.manifest.json", "before_rename"]
 )
-def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
-    point, run_dir, fresh, bucket
-):
+def test_killed_in_a_download_leaves_nothing_like_a_checkpoint(point, run_dir, fresh, bucket):
     url, folder = f"file://{bucket}", commit(run_dir, 1)
     mirror = connect(url, "run")
     copy_to(mirror, folder)

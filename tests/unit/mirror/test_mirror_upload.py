@@ -77,7 +77,7 @@ class Following:
     "error",
     [OSError(errno.ENOSPC, "No space left"), PermissionError("Access Denied"), ValueError("odd")],
 )
-def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save(
+def test_a_store_that_fails_is_one_warning_and_is_tried_with_the_next_save(
     error, troubled, run_dir
 ):
     troubled.trouble = Mock(side_effect=error)
@@ -220,9 +220,7 @@ def test_copies_stay_when_the_labels_cannot_be_known(what, troubled, run_dir, mo
     assert sorted(steps(follow.mirror)) == [1, 2, 3]
 
 
-def test_a_folder_that_is_missing_at_first_is_a_warning_and_is_used_with_a_later_save(
-    run_dir, tmp_path
-):
+def test_a_folder_missing_at_first_is_a_warning_and_is_used_by_a_later_save(run_dir, tmp_path):
     bucket = tmp_path / "mounted later"
     mirror = connect(f"file://{bucket}", "run", must_exist=False)
     follow = Following(run_dir, mirror)

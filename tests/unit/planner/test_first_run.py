@@ -27,9 +27,7 @@ TABLE = [  # text, its training tokens and those of its shortest shard, machine,
     [row[1:] for row in TABLE],
     ids=[row[0] for row in TABLE],
 )
-def test_the_preset_and_the_length_suit_the_text_and_the_machine(
-    tokens, shortest, machine, model, flags
-):
+def test_preset_and_length_suit_the_text_and_the_machine(tokens, shortest, machine, model, flags):
     found = choose_first_run(tokens, shortest, affordable=machine.__getitem__)
     assert found == {"model": model, **flags}
 

@@ -137,9 +137,7 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
     dtype=st.sampled_from(["bf16", "fp32"]),
     optimizer=st.sampled_from(["adamw", "muon", "normuon"]),
 )
-def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
-    config, B, A, dtype, optimizer
-):
+def test_any_options_of_any_shape_hold_what_the_tracker_counts(config, B, A, dtype, optimizer):
     assume(
         count_parameters(config) > 250_000
     )  # what is left out, up to 31 kB, weighs in a smaller model

@@ -110,9 +110,7 @@ def test_evaluations_cost_more_only_where_they_run_uncompiled(n_layer, is_cpu, s
     ("asked", "is_cpu", "writes"),
     [("auto", False, 1), ("on", True, 1), ("auto", True, 5), ("off", False, 5)],
 )
-def test_training_waits_for_the_disk_only_at_the_last_save_if_a_process_writes(
-    asked, is_cpu, writes
-):
+def test_training_waits_only_for_the_last_save_if_a_process_writes(asked, is_cpu, writes):
     more = {"async_checkpoint": asked, "checkpoint_freq": 20, "eval_freq": 0}
     config = override(job_for().config, more)
     job = Job(config, max_steps=100, world_size=1, dtype="bf16", compiled=True)

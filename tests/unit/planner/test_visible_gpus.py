@@ -91,9 +91,7 @@ def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
         ("12.6", "525.1", None),
     ],
 )
-def test_a_driver_too_old_for_torch_is_named_with_the_fix(
-    monkeypatch, tmp_path, cuda, driver, named
-):
+def test_a_driver_too_old_for_torch_is_named_and_fixed(monkeypatch, tmp_path, cuda, driver, named):
     program = tmp_path / "nvidia-smi"
     program.write_text(program.read_text().replace("570.1", driver))
     monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", cuda))

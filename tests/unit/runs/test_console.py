@@ -78,9 +78,7 @@ def test_on_a_terminal_it_is_one_line_that_goes_when_something_is_printed():
     assert last.rpartition("\r")[2] == "done"
 
 
-def test_in_a_file_long_work_is_plain_lines_and_in_the_log_ever_more_rarely(
-    tmp_path, monkeypatch, capsys
-):
+def test_long_work_is_plain_lines_in_a_file_and_rarer_in_the_log(tmp_path, monkeypatch, capsys):
     @contextlib.contextmanager
     def for_a_minute(tell: object) -> Iterator[None]:
         assert callable(tell)
@@ -215,9 +213,7 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(tiny_d
     ("step_seconds", "young", "old"),  # lines of the first ten minutes, and of ten later ones
     [(0.01, 120, 20), (0.9, 133, 20), (1.6, 125, 21), (6.0, 99, 20), (60.0, 9, 10)],
 )
-def test_in_a_file_steps_break_a_long_silence(
-    tmp_path, monkeypatch, capsys, *, step_seconds, young, old
-):
+def test_in_a_file_steps_break_silence(tmp_path, monkeypatch, capsys, *, step_seconds, young, old):
     now = 0.0
     monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: now)
     logger = MetricsLogger(tmp_path, attempt=1)

@@ -127,9 +127,7 @@ def test_a_failing_mirror_is_said_and_touches_nothing(plain, tmp_path, monkeypat
         pytest.param("hangs at its end", marks=pytest.mark.slow),
     ],
 )
-def test_a_hanging_mirror_is_left_behind_and_does_not_live_on(
-    plain, tmp_path, monkeypatch, capsys, way
-):
+def test_a_hanging_mirror_is_left_behind_and_ends(plain, tmp_path, monkeypatch, capsys, way):
     began: list[int] = []
     start = tracking.subprocess.Popen
 
@@ -148,9 +146,7 @@ def test_a_hanging_mirror_is_left_behind_and_does_not_live_on(
         os.kill(pid, 0)
 
 
-def test_a_library_that_is_missing_is_said_and_the_run_goes_on(
-    plain, tmp_path, monkeypatch, capsys
-):
+def test_a_missing_library_is_said_and_the_run_goes_on(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Library, "is_installed", lambda self: False)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--use_wandb"]))
     said = 'warning: no mirror at W&B: it is not installed: pip install "gpt2lab[wandb]"'
@@ -264,7 +260,7 @@ def test_another_place_gets_everything(recorder, tmp_path):
     assert len(set(recorder.runs)) == 2
 
 
-def test_a_library_that_fails_leaves_what_it_did_not_take_for_the_next_time(
+def test_a_library_that_fails_leaves_what_it_did_not_take_for_later(
     recorder, tmp_path, monkeypatch
 ):
     write_log(tmp_path, ("begin", 1, 0), *(("step", 1, n) for n in range(1, 121)))

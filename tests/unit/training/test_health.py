@@ -134,9 +134,7 @@ def test_a_spike_can_be_skipped(run, spoil):
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
-    run, spoil, tiny_data, tmp_path
-):
+def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, tiny_data, tmp_path):
     spoil(50.0, 12)
     flags = ("--max_steps=16", "--on_spike=rewind")
     run.train(*flags)
@@ -238,9 +236,7 @@ def test_a_rank_is_slow_by_its_share_and_by_what_can_be_noticed(seconds, times):
 
 
 @pytest.mark.parametrize(("threads", "typed", "times"), [(2, "", 1), (1, "", 0), (2, "100", 0)])
-def test_a_minute_of_other_programs_warns_once_where_threads_spin(
-    threads, typed, times, monkeypatch
-):
+def test_a_minute_of_other_programs_warns_where_threads_spin(threads, typed, times, monkeypatch):
     for name in health.WAITING:
         monkeypatch.delenv(name, raising=False)
     if typed:

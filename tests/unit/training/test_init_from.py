@@ -161,9 +161,7 @@ def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(fold
     assert str(weights) in rejection(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
 
 
-def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used(
-    folder, tmp_path, monkeypatch
-):
+def test_the_hub_is_asked_for_hf_names_and_the_shapes_preset_is_used(folder, tmp_path, monkeypatch):
     asked = []
 
     def download(name: str, **_: Any) -> str:

@@ -173,9 +173,7 @@ def test_requests_save_and_stop_at_the_same_step(both, on_steps, monkeypatch):
     assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
 
 
-def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
-    both, on_steps, monkeypatch
-):
+def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(both, on_steps, monkeypatch):
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     heard, plain, written = threading.Event(), Signals._count, []
     monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])

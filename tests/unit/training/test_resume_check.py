@@ -83,9 +83,7 @@ def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
         (3, {"loss_scale": 1.0}, "loss scale after step 3"),
     ],
 )
-def test_a_difference_is_rejected_before_anything_is_written(
-    step, values, message, run, monkeypatch
-):
+def test_a_difference_is_rejected_before_any_write(step, values, message, run, monkeypatch):
     crash_after(run, 5, monkeypatch)
     launch.edit_step(run.path, step, **values)
     before = run.listing()
