@@ -44,15 +44,13 @@ def measure(
     metrics: HellaSwagMetrics = "all",
 ) -> Results:
     runtime = runtime or on_cpu()
-    result = HellaSwag(
+    return HellaSwag(
         load_questions(path, GPT2),
         context_length=model.config.context_length,
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         metrics=metrics,
         batch_tokens=batch_tokens,
     ).measure(model)
-    assert result is not None
-    return result
 
 
 def logprob(model: GPT, context: list[int], ending: list[int]) -> float:

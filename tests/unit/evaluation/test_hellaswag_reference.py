@@ -40,14 +40,12 @@ def model_of(description: dict[str, Any]) -> GPT:
 def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
-    result = HellaSwag(
+    return HellaSwag(
         load_questions(items, GPT2),
         context_length=description["context_length"],
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         **options,
     ).measure(model_of(description))
-    assert result is not None
-    return result
 
 
 def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int], Results]:

@@ -26,9 +26,8 @@ from gpt2lab.interop.tasks import TaskResults
 from gpt2lab.report.page import render
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.named import open_tokenizer
-from launch import SCRIPTS, TRAIN, ask, call
+from launch import SCRIPTS, ask, call
 from own_tasks import write_bundle
-from ranks import run_ranks
 from tiny import flags_of, parse, pretrain, write_inputs
 
 ANSWERS = json.loads((Path(__file__).parents[2] / "golden" / "core_nanochat.json").read_text())
@@ -40,9 +39,7 @@ def measured(answer: dict[str, Any], bundle: Path) -> TaskResults:
     tasks = read_bundle(bundle, answer["limit"])
     strategy, tokenizer = Strategy(runtime, SystemConfig()), open_tokenizer(answer["tokenizer"])
     assert measure_core(tasks, model_of(answer), strategy, tokenizer, lambda: True) is None
-    found = measure_core(tasks, model_of(answer), strategy, tokenizer)
-    assert found is not None
-    return found
+    return measure_core(tasks, model_of(answer), strategy, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,6 @@ def test_training_scores_it_as_evaluate_does_and_trains_the_same_bits(folder):
         assert (event["centered"], event["centered_se"]) == (mean["value"], mean["se"])
         assert (event["n"], event["cut"]) == (tasks["core"]["n"], tasks["core"]["cut"])
     found = evaluate(Evaluate("a", runs, core=folder / "bundle.zip"))
-    assert found is not None
     assert found["tasks"] == kept[1]
     rows = ask("compare", "a", "c", "--only=tasks", "--json", folder=folder)["metrics"]
     assert rows["core centered"]["difference"] == 0
@@ -190,7 +186,6 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
         found[run] = evaluate(flags)
     assert "have prompts over the model's context of 64 tokens" in capsys.readouterr().err
     a = found["a"]
-    assert a is not None
     kept = json.loads((runs / "a" / "evaluations" / "step_00000004.json").read_text())["tasks"]
     assert kept == a["tasks"]
     mean = a["tasks"]["core"]["metrics"]["centered"]
@@ -207,11 +202,9 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
             found["b"]["tasks"]["core"]["metrics"]["centered"]["value"]
         )
     limited = evaluate(Evaluate("a", runs, core=folder / "unpacked", core_limit=8))
-    assert limited is not None
     assert limited["tasks"]["core/own_schema-first8"]["n"] == 8
     whole = folder / "unpacked" / "eval_bundle"
     again = evaluate(Evaluate("a", runs, core=whole, core_limit=16))
-    assert again is not None
     assert again["tasks"] == a["tasks"]
 
 
@@ -220,16 +213,11 @@ def test_two_processes_find_the_same_bits(folder):
     argv = ["a", f"--core={folder / 'bundle.zip'}", "--json"]
     alone = ask("evaluate.py", *argv, folder=folder)
     argv += [f"--checkpoint_dir={folder / 'runs'}"]
-    done = run_ranks(
-        SCRIPTS / "evaluate.py", argv, world=2, environment=launch.environment(), seconds=600
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks(argv, world=2, program=SCRIPTS / "evaluate.py"))
     assert json.loads(done.stdout) == alone
     for name, world in (("one", 1), ("two", 2)):
         flags = scored(folder, name, "--mini_batch_size=1", "--core_freq=2")
-        environment = launch.environment()
-        trained = run_ranks(TRAIN, flags, world=world, environment=environment, seconds=600)
-        assert trained.returncode == 0, trained.stderr
+        launch.worked(launch.train_in_forks(flags, world=world))
     for name in ("step_00000002.json", "step_00000004.json"):
         one, two = (folder / "runs" / run / "evaluations" / name for run in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()

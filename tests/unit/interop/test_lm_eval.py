@@ -27,7 +27,6 @@ from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.bpe import train_bpe
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks
-from ranks import run_ranks
 from tiny import parse, pretrain
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-dev.txt)")
@@ -83,12 +82,8 @@ def folder(tmp_path_factory) -> Path:
     lora = ["--lora_r=4", "--max_steps=6", "--max_lr=0.05", "--run_name=tuned"]
     begun = [f"--init_from={folder / 'runs' / 'plain'}", f"--instructions={folder / 'pairs.jsonl'}"]
     pretrain(parse([*usual[4:], *begun, *lora], "finetune"), recipe=FINETUNING)
-    export(
-        find_target("plain", folder / "runs"),
-        out=folder / "export",
-        dtype="float32",
-        push_to_hub=None,
-    )
+    plain = find_target("plain", folder / "runs")
+    export(plain, out=folder / "export", dtype="float32", push_to_hub=None)
     return folder
 
 
@@ -112,11 +107,8 @@ def requests_of(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize("shots", [0, 2])
 def test_every_item_is_as_through_the_export_and_lm_evals_own_model(folder, shots):
     """Twenty items of each kind of request; with two examples before each, most are cut to the context."""
-    works_with(
-        "lm-eval",
-        version("lm-eval"),
-        "answers equal to those of `hf` on the export; `lm_eval --model gpt2lab`",
-    )
+    what = "answers equal to those of `hf` on the export; `lm_eval --model gpt2lab`"
+    works_with("lm-eval", version("lm-eval"), what)
     theirs = HFLM(str(folder / "export"), dtype="float32", batch_size=4, device="cpu")
     expected = measure(folder, theirs, num_fewshot=shots)
     model = ours(folder, "plain")
@@ -127,9 +119,8 @@ def test_every_item_is_as_through_the_export_and_lm_evals_own_model(folder, shot
         assert len(pairs) == len(ITEMS)
         for a, b in pairs:
             assert a["arguments"] == b["arguments"]
-            assert [
-                a[metric] for metric in a["metrics"] if "acc" in metric or "exact" in metric
-            ] == [b[metric] for metric in b["metrics"] if "acc" in metric or "exact" in metric]
+            decided = [metric for metric in a["metrics"] if "acc" in metric or "exact" in metric]
+            assert [a[metric] for metric in decided] == [b[metric] for metric in decided]
             for wanted, answer in zip(a["filtered_resps"], b["filtered_resps"], strict=True):
                 if task == "own_answers":
                     assert answer == wanted
@@ -167,7 +158,6 @@ def plain_answers(folder: Path, run: str, context: str, ending: str) -> tuple[fl
     """Score one ending alone, with nothing but the model's logits of its full text."""
     target = find_target(run, folder / "runs")
     tokenizer, model = target.tokenizer(), load_weights(target).eval()
-    assert tokenizer is not None
     start = tokenizer.encode(context.rstrip())
     ids = tokenizer.encode(context + ending)
     count = len(ids) - len(start)
@@ -193,9 +183,8 @@ def test_other_runs_are_scored_as_their_logits_say(folder, run):
 
 def test_a_drawn_text_depends_on_the_seed_and_its_place_alone(folder):
     model = ours(folder, "modern")
-    settings = {
-        **{"do_sample": True, "temperature": 1.5, "top_k": 0, "until": ["."], "max_gen_toks": 9},
-    }
+    settings = {"do_sample": True, "temperature": 1.5, "top_k": 0, "until": ["."]}
+    settings["max_gen_toks"] = 9
     asked = [(text, settings) for text, _, _ in ITEMS[:5]]
     torch.manual_seed(1)
     texts = model.generate_until(requests_of("generate_until", *asked))
@@ -246,7 +235,6 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     runs, tasks = folder / "runs", folder / "tasks"
     every = {"tasks": NAMES, "tasks_path": tasks}
     found = evaluate(Evaluate("plain", runs, **every, save=tmp_path))
-    assert found is not None
     assert found["val_loss"] is None
     endings = found["tasks"]["own_endings"]
     assert (endings["n"], endings["num_fewshot"]) == (20, 0)
@@ -258,7 +246,6 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     assert found["tasks"]["own_texts"]["metrics"]["bits_per_byte"]["se"] > 0
     # Fewer items stand beside all of them, not in their place.
     few = evaluate(Evaluate("plain", runs, tasks="own_endings", limit=5, tasks_path=tasks))
-    assert few is not None
     assert list(few["tasks"]) == ["own_endings-first5"]
     kept = json.loads((runs / "plain" / "evaluations" / "step_00000060.json").read_text())["tasks"]
     assert kept == found["tasks"] | few["tasks"]
@@ -266,7 +253,6 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     assert page.count('<td class="mono">own_endings</td>') == 2  # acc and acc_norm
     assert f'<td class="number">{endings["metrics"]["acc"]["se"]:.4f}</td>' in page
     other = evaluate(Evaluate("tuned", runs, **every))
-    assert other is not None
     for a in ("plain", str(tmp_path), "plain/step_00000060"):
         compared = ask("compare", a, "tuned", "--only=tasks", "--json", folder=folder)["metrics"]
         assert set(compared) == {
@@ -285,10 +271,7 @@ def test_two_processes_find_the_same_bits(folder):
     argv = ["plain", f"--tasks={NAMES}", f"--tasks_path={folder / 'tasks'}", "--json"]
     argv += [f"--checkpoint_dir={folder / 'runs'}", "--num_fewshot=1"]
     alone = ask("evaluate.py", *argv[:-2], "--num_fewshot=1", folder=folder)
-    done = run_ranks(
-        SCRIPTS / "evaluate.py", argv, world=2, environment=launch.environment(), seconds=600
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch.worked(launch.train_in_forks(argv, world=2, program=SCRIPTS / "evaluate.py"))
     assert json.loads(done.stdout) == alone
 
 
@@ -298,9 +281,7 @@ def test_lm_evals_own_command_line_has_the_model(folder, monkeypatch, capsys):
     # Without reading all 14,000 files of the library's own tasks.
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
-    words = [
-        *("--tasks", "own_endings", "--include_path", str(folder / "tasks"), "--model", "gpt2lab"),
-    ]
+    words = ["--tasks=own_endings", f"--include_path={folder / 'tasks'}", "--model=gpt2lab"]
     for run, code in (("plain", 0), ("nobody", 2)):
         named = f"path={run},checkpoint_dir={folder / 'runs'}"
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--model_args", named])

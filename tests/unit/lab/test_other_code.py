@@ -167,7 +167,6 @@ def test_changes_of_no_bit_get_no_seeds(repository, flags, tmp_path, capfd):
 def test_an_interrupt_leaves_no_worktree(repository, flags, tmp_path):
     command = [*launch.words_of("ablate"), "--code", "main", "harm", *flags, "--max_steps=100000"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stderr is not None
     for line in process.stderr:  # until the runs of the seeds
         if "[1/2] code-main_seed1: 100,000 steps" in line:
             break

@@ -62,7 +62,6 @@ def test_each_error_answers_its_own_question() -> None:
         seeds = over_seeds(losses.mean(axis=1).tolist())
         nothing = [results(np.zeros(30))] * 5
         units = over_units(nothing, [results(row) for row in losses], "val_loss")
-        assert units is not None
         truths = (of_document.mean(), of_seed.mean())
         for row, found in enumerate((seeds, units)):
             hits[row] += [found.low < truth < found.high for truth in truths]
