@@ -29,6 +29,12 @@ HANG_SECONDS = 1000  # a hung process group must fail its test, not the suite; t
 TO_ITS_END: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANG_SECONDS}
 
 
+def slow(*cases: Any) -> list[Any]:
+    """Mark cases of a parametrized test as slow; a tuple holds several values."""
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*values, marks=pytest.mark.slow) for values in each]
+
+
 class Done(NamedTuple):
     """What a program that ended leaves: exit code, stdout, stderr."""
 

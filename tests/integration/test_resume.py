@@ -44,13 +44,8 @@ def from_steps(run: Run) -> list[int]:
     [
         (1, ACROSS_EPOCH, {}),
         (1, SHARD_END, {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *((1, MID_SHARD, {}), (2, SHARD_END, {}), (1, MID_SHARD, {"dropout": 0.2})),
-                (1, SHARD_END, {"model": "speedrun"}),
-            )
-        ),
+        *launch.slow((1, MID_SHARD, {}), (2, SHARD_END, {}), (1, MID_SHARD, {"dropout": 0.2})),
+        *launch.slow((1, SHARD_END, {"model": "speedrun"})),
     ],
 )
 def test_kill_and_resume_is_bit_identical(world, cut, settings, reference, run):

@@ -17,13 +17,7 @@ def reference(tiny_run) -> Run:
 
 @pytest.mark.parametrize(
     ("world", "mini_batch_size", "compile"),
-    [
-        *((1, 1, "off"), (2, 1, "off")),
-        *(
-            pytest.param(*cut, marks=pytest.mark.slow)
-            for cut in ((2, 4, "off"), (4, 2, "off"), (2, 1, "on"))
-        ),
-    ],
+    [(1, 1, "off"), (2, 1, "off"), *launch.slow((2, 4, "off"), (4, 2, "off"), (2, 1, "on"))],
 )
 def test_losses_do_not_depend_on_ranks_or_cuts(
     world, mini_batch_size, compile, reference, tiny_run

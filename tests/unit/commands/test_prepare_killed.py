@@ -16,7 +16,7 @@ import pytest
 
 from corpora import MANY, assert_divided, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.shards import open_data
-from launch import HANG_SECONDS, call, worked
+from launch import HANG_SECONDS, call, slow, worked
 
 PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
 
@@ -36,26 +36,18 @@ def exit_code(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "place",
     [
-        "data.after_group:kill9@1",
-        "data.before_folder_is_named:kill9@0",
-        *(
-            pytest.param(fault, marks=pytest.mark.slow)
-            for fault in (
-                "data.before_rename:kill9@0",
-                "data.before_group:kill9@2",
-                "data.before_manifest:kill9@0",
-            )
-        ),
+        *("after_group:kill9@1", "before_folder_is_named:kill9@0"),
+        *slow("before_rename:kill9@0", "before_group:kill9@2", "before_manifest:kill9@0"),
     ],
 )
-def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path, fault):
+def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path, place):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 60)
     flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=1", "--group_bytes=700k")
     worked(call("prepare_data.py", source, f"--out={tmp_path / 'straight'}", *flags))
     assert len(snapshot(tmp_path / "straight")) > 5
-    assert exit_code(start(source, tmp_path / "out", *flags, fault=fault)) == -9
+    assert exit_code(start(source, tmp_path / "out", *flags, fault=f"data.{place}")) == -9
     assert not (tmp_path / "out").exists()
     assert exit_code(start(source, tmp_path / "out", *flags)) == 0
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")

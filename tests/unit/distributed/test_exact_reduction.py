@@ -2,6 +2,7 @@
 
 import pytest
 
+from launch import slow
 from whole_run import Run
 
 SHAPE = {"total_batch_size": 192, "mini_batch_size": 1, "eval_freq": 0, "max_steps": 20}
@@ -14,10 +15,7 @@ def alone(tiny_run) -> Run:
     return tiny_run(**SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("world", "mode"),
-    [(1, "ddp"), (4, "ddp"), pytest.param(2, "zero1", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("world", "mode"), [(1, "ddp"), (4, "ddp"), *slow((2, "zero1"))])
 def test_any_number_of_processes_gives_the_bits_of_one(world, mode, alone, tiny_run):
     assert tiny_run(world=world, dropout=0, parallel=mode, **EXACT).bits() == alone.bits()
 

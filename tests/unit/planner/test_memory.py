@@ -103,9 +103,7 @@ SLOW = [
 
 
 @pytest.mark.usefixtures("fake_numbers")
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [*QUICK, *launch.slow(*SLOW)])
 def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
     config, B, A = SHAPES[name]
     memory = predicted(config, B, A, dtype)
@@ -138,9 +136,8 @@ def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name, dtype):
     optimizer=st.sampled_from(["adamw", "muon", "normuon"]),
 )
 def test_any_options_of_any_shape_hold_what_the_tracker_counts(config, B, A, dtype, optimizer):
-    assume(
-        count_parameters(config) > 250_000
-    )  # what is left out, up to 31 kB, weighs in a smaller model
+    # What is left out, up to 31 kB, weighs in a smaller model.
+    assume(count_parameters(config) > 250_000)
     tracked = tracked_peak(config, B, A, dtype, optimizer)
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
 
@@ -150,7 +147,7 @@ REAL.append((shape(3, 128, 4, 128, 1000), 4, 2))
 
 
 # A processor without bf16 takes ten times as long for it: each test has one such case by default.
-SLOW_BF16 = pytest.param("bf16", marks=pytest.mark.slow)
+DTYPES = ["fp32", *launch.slow("bf16")]
 
 
 @pytest.mark.parametrize(
@@ -159,14 +156,11 @@ SLOW_BF16 = pytest.param("bf16", marks=pytest.mark.slow)
         *((*case, "none", "fp32") for case in REAL),
         *((*REAL[2], how, "fp32") for how in ("block", "selective")),
         (*REAL[1], "none", "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *((*case, "none", "bf16") for case in (REAL[0], REAL[2])),
-                *((*REAL[2], how, "bf16") for how in ("block", "selective")),
-                *((*REAL[0], "block", dtype) for dtype in ("bf16", "fp32")),
-                *((*REAL[1], "selective", dtype) for dtype in ("bf16", "fp32")),
-            )
+        *launch.slow(
+            *((*case, "none", "bf16") for case in (REAL[0], REAL[2])),
+            *((*REAL[2], how, "bf16") for how in ("block", "selective")),
+            *((*REAL[0], "block", dtype) for dtype in ("bf16", "fp32")),
+            *((*REAL[1], "selective", dtype) for dtype in ("bf16", "fp32")),
         ),
     ],
 )
@@ -176,7 +170,7 @@ def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dt
     assert memory.tensors == pytest.approx(found, rel=0.03)
 
 
-@pytest.mark.parametrize("dtype", [SLOW_BF16, "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("optimizer", "recompute"), [("adamw", "selective"), ("muon", "none"), ("normuon", "block")]
 )
@@ -187,7 +181,7 @@ def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(optimizer, re
     assert memory.tensors == pytest.approx(found, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [SLOW_BF16, "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize(
     ("lora_r", "options", "margin"), [(0, {}, 0.03), (8, {}, 0.05), (8, MODERN, 0.05)]
