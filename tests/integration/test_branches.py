@@ -139,51 +139,38 @@ def test_a_run_lists_its_branches_in_other_folders_while_they_exist(trunk, tmp_p
     assert any(line.endswith("away @12") for line in lineage(trunk.path.parent))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--branch_from=tiny@7",),
-        ("--branch_from=tiny",),
-        ("--branch_from=tiny@last",),
-        ("--branch_from=tiny@8", "--run_name=tiny"),
-        ("--branch_from=tiny@8", "--resume=latest"),
-        ("--branch_from=tiny@8", "--max_lr=0.1"),
-        ("--branch_from=tiny@8", "--n_layer=3"),
-        ("--branch_from=tiny@8", "--cooldown=5", "--max_steps=30"),
-        ("--branch_from=tiny@8", "--cooldown=5", "--wsd_decay=0.5"),
-        ("--branch_from=tiny@8", "--cooldown=long"),
-        ("--branch_from=tiny@8", "--cooldown="),
-        ("--branch_from=tiny@8", "--cooldown=0"),
-        ("--branch_from=tiny@8", "--cooldown=0.1k"),
-        ("--branch_from=tiny@20",),
-        ("--branch_from=tiny@20", "--cooldown=5"),
-        ("--branch_from=tiny@8", "--max_steps=9"),
-        ("--branch_from=tiny@8", "--max_steps=8"),
-        ("--cooldown=5",),
-        ("--branch_from=tiny@8", "--list_checkpoints"),
-    ],
-    ids=" ".join,
+OF_8 = (  # what does not go with a branch of step 8
+    *("run_name=tiny", "resume=latest", "max_lr=0.1", "n_layer=3", "cooldown=5 --max_steps=30"),
+    *("cooldown=5 --wsd_decay=0.5", "cooldown=long", "cooldown=", "cooldown=0", "cooldown=0.1k"),
+    *("max_steps=9", "max_steps=8", "list_checkpoints"),
 )
-def test_what_cannot_be_a_branch_is_one_line_and_nothing_written(trunk, flags, wording):
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("--cooldown=5", "--branch_from=tiny@20 --cooldown=5"),
+        *(f"--branch_from=tiny{at}" for at in ("@7", "", "@last", "@20")),
+        *(f"--branch_from=tiny@8 --{flags}" for flags in OF_8),
+    ],
+)
+def test_what_cannot_be_a_branch_is_one_line_and_nothing_written(trunk, typed, wording):
     before = sorted(trunk.path.parent.iterdir())
-    wording(branch(trunk, "rejected").rejected(*flags))
+    wording(branch(trunk, "rejected").rejected(*typed.split()))
     assert sorted(trunk.path.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize(
     ("trained", "flags"),
     [
-        ("--max_steps=4 --checkpoint_freq=2", "--branch_from=tiny@2 --cooldown=2"),  # by a cosine
-        (
-            f"{' '.join(WSD)} --warmup_steps=6 --stop_after_steps=4",  # within the warm-up
-            "--branch_from=tiny@4 --cooldown=2",
-        ),
-        ("--max_steps=2", "--branch_from=nobody@2"),
+        (("--max_steps=4", "--checkpoint_freq=2"), "--branch_from=tiny@2 --cooldown=2"),
+        ((*WSD, "--warmup_steps=6", "--stop_after_steps=4"), "--branch_from=tiny@4 --cooldown=2"),
+        (("--max_steps=2",), "--branch_from=nobody@2"),
     ],
     ids=["a cosine", "a warm-up", "nobody"],
 )
 def test_a_run_that_cannot_be_cooled_down_or_is_not_there(tiny_run, trained, flags, wording):
-    run = tiny_run(*trained.split())
+    run = tiny_run(*trained)
     run.train()
     wording(branch(run, "b", *flags.split()).rejected())
 

@@ -126,9 +126,7 @@ REFUSALS = {
         "--gpu=RTX-4090 --model=gpt2-xl",
         "--gpu=RTX-4090 --mini_batch_size=64",
     ],
-    4: [
-        *("--gpu=H1000", "--gpu=XYZ", "--gpu="),
-    ],
+    4: ["--gpu=H1000", "--gpu=XYZ", "--gpu="],
 }
 
 
