@@ -79,9 +79,9 @@ def prepared(prepared_once, tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    """Return a tiny run that has not begun."""
-    return Run(tiny_data, tmp_path)
+def run(request, tiny_data, tmp_path) -> Run:
+    """Return a tiny run that has not begun, with the flags in its module's RUN."""
+    return Run(tiny_data, tmp_path, *getattr(request.module, "RUN", ()))
 
 
 @pytest.fixture(scope="session")

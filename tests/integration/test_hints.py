@@ -54,9 +54,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:subprocess:ResourceWarning"
-)  # TensorBoard runs on, as it should
+@pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")  # TensorBoard runs on
 @pytest.mark.parametrize("tokenizer", ["bytes", "characters.json"])
 def test_every_command_that_a_run_tells_works(folder, tokenizer):
     letters = "".join(sorted(set(TEXT + "0123456789")))
@@ -92,11 +90,7 @@ def break_log(folder: Path) -> None:
     [
         ("train --run_name r", None, r"continue it with (--run_name r --resume latest), or"),
         ("train --run_name r", None, r"or start another with (--run_name r_2)$"),
-        (
-            "compare r r --explain",
-            None,
-            r"keep them with gpt2lab (evaluate r --keep_token_losses)$",
-        ),
+        ("compare r r --explain", None, r" with gpt2lab (evaluate r --keep_token_losses)$"),
         ("report r", break_log, r"left out, gpt2lab (runs repair-log \S+) removes it"),
         ("status rr", None, r"did you mean (\w+)\?"),
     ],

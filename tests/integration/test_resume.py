@@ -24,11 +24,6 @@ SHORT = ("--max_steps=8", "--checkpoint_freq=3", "--eval_freq=0")
 ENDLESS = {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0, "max_steps": 100_000}
 
 
-@pytest.fixture
-def run(tiny_run) -> Run:
-    return tiny_run()
-
-
 @pytest.fixture(scope="module")
 def reference(tiny_run) -> Callable[..., Run]:
     """Return a function from a world size and settings to their run that was never stopped."""

@@ -8,6 +8,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -19,16 +20,12 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
-
-
-def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:
-    return ModelConfig(n_layer=L, n_embd=C, n_head=H, context_length=T, vocab_size=V)
+from one_process import shape
+from tiny import MODERN
 
 
 def modern(config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(
-        config, positions="rotary", norm="rmsnorm", qk_norm="rmsnorm", activation="relu2"
-    )
+    return dataclasses.replace(config, **MODERN)
 
 
 CASES = [
@@ -48,15 +45,9 @@ for config, B, A, dtype, optimizer in CASES:
         for recompute in get_args(schema.ActivationCheckpointing):
             if recompute != "none" and (config, A) != (CASES[0][0], 1):
                 continue
-            strategy = Strategy(
-                runtime,
-                SystemConfig(
-                    dtype=dtype,
-                    parallel=parallel,
-                    activation_checkpointing=recompute,
-                    fsdp_param_dtype=param_dtype,
-                ),
-            )
+            system = SystemConfig(dtype=dtype, parallel=parallel, fsdp_param_dtype=param_dtype)
+            system = dataclasses.replace(system, activation_checkpointing=recompute)
+            strategy = Strategy(runtime, system)
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
             how = OptimConfig(optimizer=optimizer)

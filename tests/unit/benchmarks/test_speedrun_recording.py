@@ -5,20 +5,15 @@ import json
 import pytest
 
 from benchmarks.speedrun_recording import SHAPES, Shape, train_ours, write_tokens
-from launch import REPOSITORY
+from launch import REPOSITORY, slow
 
 RECORDED = json.loads((REPOSITORY / "tests" / "golden" / "speedrun.json").read_text())
-SLOW = pytest.mark.slow
+RECORDED_ALL = (("small", "fp32"), ("small", "bf16"), ("wide", "fp32"))
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "steps"),
-    [
-        ("small", "fp32", 8),
-        pytest.param("small", "fp32", 60, marks=SLOW),
-        pytest.param("small", "bf16", 60, marks=SLOW),
-        pytest.param("wide", "fp32", 60, marks=SLOW),
-    ],
+    [("small", "fp32", 8), *slow(*((*one, 60) for one in RECORDED_ALL))],
 )
 def test_the_preset_computes_what_the_program_did(name, dtype, steps, tmp_path):
     """Losses, validation losses at both ends, and weights at the end, by their norms."""

@@ -37,6 +37,7 @@ from whole_run import Run, Usage, reseal
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
 SEED = int(os.environ.get("SEED", "1337"))
+RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,6 @@ def two(tiny_data, tmp_path_factory) -> Path:
     run = Run(tiny_data, tmp_path_factory.mktemp("two"))
     run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--stop_after_steps=4")
     return run.path
-
-
-@pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
 
 
 def corrupt(folder: Path, dice: random.Random) -> str:

@@ -21,12 +21,8 @@ from gpt2lab.runs.folder import RunFolder
 from plain_log import read_events
 from whole_run import Run
 
+RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 Listen = Callable[[Callable[[str, Path], None]], None]
-
-
-@pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
 
 
 @pytest.fixture

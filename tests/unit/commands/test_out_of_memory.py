@@ -22,17 +22,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: bytearray(1 << 60)])
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("sample.py", "big", "--prompt=hello"),
-        ("evaluate.py", "big"),
-        ("export_hf.py", "big", "--out=never"),
-    ],
+    "typed", ["sample.py big --prompt=hello", "evaluate.py big", "export_hf.py big --out=never"]
 )
-def test_no_room_for_the_weights_is_one_line(words, allocate, folder, monkeypatch):
+def test_no_room_for_the_weights_is_one_line(typed, allocate, folder, monkeypatch):
     monkeypatch.setattr(weights, "load_weights", lambda target: allocate())
     monkeypatch.setattr("gpt2lab.interop.export.load_weights", lambda target: allocate())
-    done = call(*words, "--checkpoint_dir=runs", folder=folder)
+    done = call(*typed.split(), "--checkpoint_dir=runs", folder=folder)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith("error: out of memory: ")

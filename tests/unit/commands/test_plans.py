@@ -9,12 +9,9 @@ import launch
 from gpt2lab.commands import dry_run
 from launch import TRAIN
 from tiny import parse
-from whole_run import Run, Usage
+from whole_run import Usage
 
-
-@pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
+RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 
 
 def test_a_retention_plan_that_does_not_fit_is_told_also_by_a_dry_run(run, monkeypatch, capsys):

@@ -25,11 +25,7 @@ _OLD = b"".join(_LINE % step for step in (1, 2))
 
 @pytest.mark.parametrize(
     ("number", "old", "new"),
-    [
-        (3, b"10.25", b"90.25"),
-        (1, b'"}\n', b'0"}\n'),
-        (5, b"10.25", b"1e999"),
-    ],
+    [(3, b"10.25", b"90.25"), (1, b'"}\n', b'0"}\n'), (5, b"10.25", b"1e999")],
 )
 def test_a_line_that_is_not_what_was_written_is_named_and_left_out(tmp_path, number, old, new):
     logger = MetricsLogger(tmp_path, attempt=1)

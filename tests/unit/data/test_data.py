@@ -62,16 +62,13 @@ def test_a_broken_shard_is_rejected_by_name(foreign, case, wording):
         open_data(foreign, vocab_size=VOCAB)
 
 
+LEARN = "data tokenizer train python-stdlib --vocab_size 512 --out tok512 && gpt2lab "
+
+
+# 384 are the rows of a model of bytes.
 @pytest.mark.parametrize(
     ("vocab_size", "name", "first"),
-    [
-        *((257, "bytes", ""), (384, "bytes", "")),  # 384: the rows of a model of bytes
-        (
-            512,
-            "tok512",
-            "data tokenizer train python-stdlib --vocab_size 512 --out tok512 && gpt2lab ",
-        ),
-    ],
+    [(257, "bytes", ""), (384, "bytes", ""), (512, "tok512", LEARN)],
 )
 def test_a_missing_folder_is_rejected_with_the_command_for_one(vocab_size, name, first, tmp_path):
     with pytest.raises(DataError, match="no such data folder; ") as caught:

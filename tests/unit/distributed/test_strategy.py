@@ -32,12 +32,7 @@ COUNTER = launch.WORKERS / "count_traffic.py"
 # 257 rows of the embedding, which two processes cannot share evenly.
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
 PADDED = 4 * (count_parameters(MODEL) + MODEL.n_embd)  # bytes, with the embedding's 258th row
-HOW = ("--vocab_size=257", f"--max_steps={STEPS}", "--eval_freq=10", "--checkpoint_freq=5")
-
-
-@pytest.fixture
-def run(tiny_run) -> Run:
-    return tiny_run(*HOW)
+RUN = HOW = ("--vocab_size=257", f"--max_steps={STEPS}", "--eval_freq=10", "--checkpoint_freq=5")
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,7 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import LossScale
 from whole_run import Run
 
-
-@pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    return Run(tiny_data, tmp_path, "--dtype=fp16", "--eval_freq=0", "--keep_checkpoints=9")
+RUN = ("--dtype=fp16", "--eval_freq=0", "--keep_checkpoints=9")
 
 
 def overflowing(run: Run, *more: str, world: int = 1, **extra: str) -> int:

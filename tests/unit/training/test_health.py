@@ -26,11 +26,7 @@ from tiny import parse
 from whole_run import Run
 
 S = 8  # windows a step
-
-
-@pytest.fixture
-def run(tiny_data, tmp_path) -> Run:
-    return Run(tiny_data, tmp_path, "--checkpoint_freq=1", "--eval_freq=0", "--keep_checkpoints=99")
+RUN = ("--checkpoint_freq=1", "--eval_freq=0", "--keep_checkpoints=99")
 
 
 @pytest.fixture
