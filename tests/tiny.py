@@ -31,6 +31,11 @@ TINY = (
     *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
     *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
 )
+# The same and smaller, with GPT-2's vocabulary: its samples are text.
+TEXT = (
+    *(word for word in TINY if "vocab_size" not in word),
+    *("--n_layer=1", "--n_embd=16", "--total_batch_size=64"),
+)
 # The four changes of the modern models to GPT-2's network.
 MODERN: dict[str, Any] = {
     **{"positions": "rotary", "norm": "rmsnorm", "qk_norm": "rmsnorm", "activation": "relu2"}
@@ -108,9 +113,8 @@ def write_inputs(folder: Path, *, train: int = 2000, items: int = 12) -> Path:
 def flags_of(folder: Path, name: str, *more: str) -> list[str]:
     """Return the command line of a run over `folder`'s data and items, with GPT-2's vocabulary."""
     return [
-        *(word for word in TINY if "vocab_size" not in word),
-        *("--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--max_steps=4", "--eval_freq=2"),
-        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}", "--max_lr=0.01"),
+        *(*TEXT, f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}"),
+        *("--max_steps=4", "--eval_freq=2", "--max_lr=0.01"),
         *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
         *(f"--run_name={name}", *more),
     ]

@@ -22,16 +22,14 @@ from gpt2lab.report.page import render
 from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.summary import describe_run
 from launch import call
-from tiny import parse, pretrain
+from tiny import TEXT, parse, pretrain
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_data) -> Path:
     """Return a run of 4 steps that was stopped after 3, resumed from 2 with another rate, and wrote samples."""
     runs = tmp_path_factory.mktemp("runs")
-    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--device=cpu"]
-    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--compile=off"]
-    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r", "--dtype=fp32"]
+    flags = [*TEXT, f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r"]
     flags += ["--max_steps=4", "--eval_freq=2", "--sample_freq=2", "--sample_tokens=2"]
     pretrain(parse([*flags, "--checkpoint_freq=2", "--stop_after_steps=3"]))
     pretrain(parse([*flags, "--resume=2", "--max_lr=1e-4", "--allow_change=max_lr"]))
@@ -376,9 +374,8 @@ def browse(page: Path, *flags: str) -> str:
     """Open a page and return the document as it is after its scripts have run."""
     assert CHROMIUM is not None
     profile = page.parent / f"{page.stem}.profile"
-    command = [
-        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"),
-    ]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
+    command += [f"--user-data-dir={profile}"]
     command += ["--virtual-time-budget=2000", *flags, page.resolve().as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=launch.HANG_SECONDS)
     assert answer.returncode == 0, answer.stderr

@@ -19,7 +19,7 @@ from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.tracking import followers as tracking
 from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, WandB, without_secrets
-from tiny import parse, pretrain
+from tiny import TEXT, parse, pretrain
 from whole_run import SCALARS
 
 # What a stand-in for the library does; `{}` is the file that it writes down what it was asked in.
@@ -40,10 +40,8 @@ FAILS = {
     "raises when it is imported": "raise RuntimeError('no good')",
     "raises at its start": "def init(**_): raise RuntimeError('no good')",
     "ends its process": "import os, sys\ndef init(**_): print('no good', flush=True); os._exit(3)",
-    "raises in the middle": RECORDS
-    + "def log(self, values, step): raise RuntimeError('no good')\nRun.log = log",
-    "raises at its end": RECORDS
-    + "def finish(self): raise RuntimeError('no good')\nRun.finish = finish",
+    "raises in the middle": f"{RECORDS}def log(*_, **__): raise RuntimeError('no good')\nRun.log = log",
+    "raises at its end": f"{RECORDS}def end(self): raise RuntimeError('no good')\nRun.finish = end",
 }
 HANGS = {
     "hangs when it is imported": "import time; time.sleep(600)",
@@ -59,9 +57,7 @@ HANGS = {
 def plain(tmp_path_factory, tiny_data) -> tuple[list[str], Path]:
     """Return flags and the folder of a run without the mirror."""
     runs = tmp_path_factory.mktemp("runs")
-    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--device=cpu"]
-    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--compile=off"]
-    flags += [f"--data_dir={tiny_data}", "--dtype=fp32", "--max_steps=4", "--eval_freq=2"]
+    flags = [*TEXT, f"--data_dir={tiny_data}", "--max_steps=4", "--eval_freq=2"]
     flags += ["--sample_freq=2", "--sample_tokens=2"]
     pretrain(parse([*flags, f"--checkpoint_dir={runs}", "--run_name=r"]))
     return flags, runs / "r"
