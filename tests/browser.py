@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium here; apt-get install chromium"
-)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs: apt-get install chromium")
 _PATIENCE = 100  # seconds, on a busy machine
 _KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, "")}
 

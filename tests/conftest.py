@@ -27,9 +27,7 @@ OF_OTHERS = re.compile(
 )
 
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-    Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
-)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/gpt2lab-tests-{os.getuid()}"
 
 # Each has one thread, so that tests do not take the cores from each other.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -86,10 +86,13 @@ def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run)
 def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(run):
     marks, away = run.folder / "starts", run.folder / "away"
     status = '{\n "state": "running",\n "checkpoint": null\n}'
-    crash = (
-        f"echo start >> '{marks}'; mkdir '{run.path}'; echo '{status}' > '{run.path}/status.json'"
-    )
-    command = ["bash", "-c", f"{crash}; mv '{run.path}' '{away}'; exit 1", *run.argv()]
+    crash = f"mkdir '{run.path}'; echo '{status}' > '{run.path}/status.json'"
+    command = [
+        "bash",
+        "-c",
+        f"echo start >> '{marks}'; {crash}; mv '{run.path}' '{away}'; exit 1",
+        *run.argv(),
+    ]
     run.path.mkdir(parents=True)
     (run.path / "status.json").write_text(status)
     process = run.run_command([str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="0")

@@ -49,12 +49,9 @@ def hf_model(context_length: int) -> GPT2LMHeadModel:
 def our_model(context_length: int) -> HFLM:
     """Wrap the model of our seed for lm-eval."""
     folder = _vocabulary_folder()
-    tokenizer = GPT2TokenizerFast(
-        vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe")
-    )
-    return HFLM(
-        pretrained=hf_model(context_length), tokenizer=tokenizer, batch_size=8, device="cpu"
-    )
+    files = {"vocab": str(folder / "encoder.json"), "merges": str(folder / "vocab.bpe")}
+    how = {"tokenizer": GPT2TokenizerFast(**files), "batch_size": 8, "device": "cpu"}
+    return HFLM(pretrained=hf_model(context_length), **how)
 
 
 def main(items: str, out: str, which: str = "256") -> None:

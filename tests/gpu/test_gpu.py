@@ -358,13 +358,7 @@ def test_a_validation_needs_less_memory_than_a_compiled_step(alone, tmp_path):
     model = build_model(config, seed=1, device=alone.device)
     wrapped = strategy.prepare(model)
     optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
-    validation = open_validation(
-        data,
-        config,
-        val_tokens=40 * T,
-        batch_size=B,
-        strategy=strategy,
-    )
+    validation = open_validation(data, config, val_tokens=40 * T, batch_size=B, strategy=strategy)
     ids = torch.randint(0, 50257, (B, T), device=alone.device)
     batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)
     how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": 1}

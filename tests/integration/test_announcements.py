@@ -40,9 +40,8 @@ def assert_announced(lines: list[str], stretches: dict[str, str]) -> None:
         assert len(ends) == len(places), begin
         for at in places:
             after = at + 1
-            while re.fullmatch(
-                rf"{re.escape(lines[at])}: (.* of .* left|\d+ s so far)", lines[after]
-            ):
+            beat = rf"{re.escape(lines[at])}: (.* of .* left|\d+ s so far)"
+            while re.fullmatch(beat, lines[after]):
                 after += 1
             assert re.match(end, lines[after]), lines[after]
 
@@ -86,6 +85,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+SPLITTING, CHECKING = "splitting the gradient by sample", "writing and checking {folder}/export"
 # A command of the pages, a function in which it may be for long, and what it says meanwhile.
 LONG = {
     "evaluate r_seed1": ("evaluation.validation.Validation._measure_windows", "validation loss"),
@@ -93,21 +93,12 @@ LONG = {
     "sample r_seed1 --prompt a --num_samples 2": ("model.gpt.GPT.extend", "drawing 2 texts"),
     "replay r_seed1 --steps 3:4": ("lab.replay.launch_step", "replaying"),
     "replay r_seed1 --steps 3": ("lab.replay.build", "loading the checkpoint of step 2"),
-    "why-spike r_seed1 --step 3": (
-        "lab.why_spike.contributions",
-        "splitting the gradient by sample",
-    ),
+    "why-spike r_seed1 --step 3": ("lab.why_spike.contributions", SPLITTING),
     "bisect r_seed1 r_seed2": ("lab.bisect.bisect", "working"),
     "compare r_seed1 r_seed2": ("lab.compare.find_results", "working"),
     "report r_seed1": ("report.page.render", "working"),
-    "export r_seed1 --out {folder}/export": (
-        "interop.export.write_card",
-        "writing and checking {folder}/export",
-    ),
-    "prepare {folder}/text.txt --out {folder}/prepared": (
-        "data.prepare.pipeline.prepare",
-        "working",
-    ),
+    "export r_seed1 --out {folder}/export": ("interop.export.write_card", CHECKING),
+    "prepare {folder}/text.txt --out {folder}/made": ("data.prepare.pipeline.prepare", "working"),
     "estimate --measure": ("planner.measuring._run_for", "training"),
 }
 

@@ -61,9 +61,8 @@ def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):
     place = f"--checkpoint_dir={run.path.parent}"
     before = sorted(run.path.parent.iterdir())
     for last in ("0", "1", "5", "-2"):
-        assert "of tiny are 2, 4, 6, 8; an average takes 2" in rejected(
-            "tiny", f"--last={last}", place
-        )
+        line = rejected("tiny", f"--last={last}", place)
+        assert "of tiny are 2, 4, 6, 8; an average takes 2" in line
     assert "plain folder name" in rejected("tiny", "--last=2", "--run_name=a/b", place)
     weights = run.path / "step_00000006" / "model.safetensors"
     kept = weights.read_bytes()
@@ -81,9 +80,8 @@ TAIL = {"max_steps": 8, "checkpoint_freq": 1, "average_tail": 0.5}
 
 
 def tensors(run: Run, step: int, file: str = "model") -> dict[str, np.ndarray]:
-    return safetensors.numpy.load_file(
-        run.path / manifest.folder_name(step) / f"{file}.safetensors"
-    )
+    folder = run.path / manifest.folder_name(step)
+    return safetensors.numpy.load_file(folder / f"{file}.safetensors")
 
 
 def means(run: Run, step: int) -> dict[str, np.ndarray]:
@@ -120,14 +118,14 @@ def test_a_tail_is_the_mean_of_its_weights_changes_no_bit_and_resumes(tiny_run, 
     cut.train("--stop_after_steps=6", world=world, **TAIL, **more)
     cut.train("--resume=latest", world=world)
     assert cut.bits() == run.bits()
-    assert [cut.events("done")[0][key] for key in ("val_loss", "val_loss_average")] == [
-        run.events("done")[0][key] for key in ("val_loss", "val_loss_average")
-    ]
-    (loss,) = [event["val_loss_average"] for event in run.events("done")]
+    [done], [done_again] = run.events("done"), cut.events("done")
+    for name in ("val_loss", "val_loss_average"):
+        assert done_again[name] == done[name]
+    loss = done["val_loss_average"]
     place = f"--checkpoint_dir={run.path.parent}"
     assert main(["tiny", place]) == 0
     assert evaluated("tiny_average", run.path.parent).val_loss == pytest.approx(loss, rel=1e-5)
-    assert loss != run.events("done")[0]["val_loss"]
+    assert loss != done["val_loss"]
     assert "val_loss_average" not in plain.events("done")[0]
 
 

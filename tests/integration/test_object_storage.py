@@ -71,10 +71,8 @@ class Store:
 
     def complete(self) -> list[int]:
         """Return the steps that have a manifest there."""
-        ends = "/manifest.json"
-        return sorted(
-            int(key.split("step_")[1][:8]) for key in self.list_keys() if key.endswith(ends)
-        )
+        keys = [key for key in self.list_keys() if key.endswith("/manifest.json")]
+        return sorted(int(key.split("step_")[1][:8]) for key in keys)
 
     def assert_equals(self, machine: str, reference: Path) -> None:
         """The last machine's log is that of the whole run: every loss, and the final weights, have the same bits."""

@@ -239,10 +239,8 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     train(own, "mine", "moved", f"--stop_after_steps={SPIKE}")
     (own / "moved").unlink()
     here, other = (f"--data_dir={own / name}" for name in ("clean", "swapped"))
-    for program, flag, says in (
-        ("replay", "--steps=9", AS_LOGGED),
-        ("why-spike", "--step=9", ": as logged"),
-    ):
+    cases = (("replay", "--steps=9", AS_LOGGED), ("why-spike", "--step=9", ": as logged"))
+    for program, flag, says in cases:
         line = call(program, own, "mine", flag, code=2)
         assert line.endswith("if they were moved, say where with --data_dir")
         assert says in call(program, own, "mine", flag, here)

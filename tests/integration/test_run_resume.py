@@ -60,9 +60,8 @@ def test_a_floor_that_was_typed_stays_where_it_is(run):
     run.train("--max_steps=4", "--stop_after_steps=2", "--min_lr=3e-5")
     run.train("--resume=latest", "--max_steps=4", "--max_lr=1e-3", "--allow_change=max_lr")
     assert run.checkpoints()[4].manifest["config"]["min_lr"] == 3e-5
-    longer = (
-        *("--resume=latest", "--max_steps=6", "--max_lr=2e-3", "--allow_change=max_steps,max_lr"),
-    )
+    longer = ("--resume=latest", "--max_steps=6", "--max_lr=2e-3")
+    longer += ("--allow_change=max_steps,max_lr",)
     assert "min_lr" in str(run.rejected(*longer, "--min_lr=4e-5")), "it does not follow"
 
 

@@ -99,9 +99,7 @@ def others(module: str, *, at_top_level: bool = False) -> set[str]:
     names = imported_names(FILES[module].read_text(), at_top_level=at_top_level)
     ours = {"gpt2lab", "__future__", *sys.stdlib_module_names}
     # safetensors itself takes 10 ms; its module for torch brings torch.
-    names = {
-        name.removeprefix("safetensors.") if "safetensors.torch" in name else name for name in names
-    }
+    names = {name.replace("safetensors.torch", "torch") for name in names}
     return {name.split(".")[0] for name in names} - ours
 
 
@@ -130,9 +128,8 @@ if TYPE_CHECKING:
 def late():
     from gpt2lab.model.gpt import GPT
 """
-    assert {own_module(name) for name in imported_names(source)} == {
-        *(None, "fmt", "data.order", "model.gpt"),
-    }
+    own = {own_module(name) for name in imported_names(source)}
+    assert own == {None, "fmt", "data.order", "model.gpt"}
     assert "torch.nn" in imported_names(source)
     assert "gpt2lab.model.gpt.GPT" not in imported_names(source, at_top_level=True)
 

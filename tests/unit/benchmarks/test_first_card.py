@@ -132,10 +132,8 @@ def test_a_wrong_curve_makes_later_speeds_untrusted(monkeypatch, tmp_path):
 
     monkeypatch.setattr(first_card.Bench, "run", run)
     found = first_card.tests(bench)
-    assert found["problems"] == [
-        "a loss curve is wrong: do not trust the speeds below",
-        "follows: loss 3 != 4",
-    ]
+    wrong = "a loss curve is wrong: do not trust the speeds below"
+    assert found["problems"] == [wrong, "follows: loss 3 != 4"]
     assert found["counts"]["curves"] == {"passed": 1, "failed": 1, "skipped": 1}
 
 

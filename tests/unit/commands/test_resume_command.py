@@ -36,9 +36,8 @@ def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir):
     found = plan_continuation(ResumeCommand(str(run_dir / "step_00000008"), num_gpus=2))
-    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
-        *(8, 12, 2),
-    )
+    start = found.start
+    assert (start.checkpoint.step, start.plan.max_steps, found.job.processes) == (8, 12, 2)
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command

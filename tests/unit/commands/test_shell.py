@@ -54,10 +54,7 @@ def place(tmp_path_factory) -> Path:
     program.parent.mkdir()
     program.write_text(f'#!{BASH}\nprintf \'%s\\0\' "$PWD" "$@" >> {folder}/seen\n')
     program.chmod(0o755)
-    for name, start in (
-        ("srun", ""),
-        ("torchrun", "python"),
-    ):  # they start what follows their options
+    for name, start in (("srun", ""), ("torchrun", "python")):  # start what follows their options
         script = f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
         (folder / "bin" / name).write_text(script)
         (folder / "bin" / name).chmod(0o755)

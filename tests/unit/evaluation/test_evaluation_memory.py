@@ -49,13 +49,7 @@ def runtime() -> Runtime:
 def open_windows(folder: Path, strategy: Strategy) -> MeasuresLoss:
     """Return two batches of windows, the last one not full."""
     data = open_data(folder, vocab_size=50304)
-    return open_validation(
-        data,
-        CONFIG,
-        val_tokens=13 * T,
-        batch_size=B,
-        strategy=strategy,
-    )
+    return open_validation(data, CONFIG, val_tokens=13 * T, batch_size=B, strategy=strategy)
 
 
 @pytest.fixture

@@ -78,9 +78,8 @@ def test_every_score_and_decision_equals_the_harness(name, tmp_path):
 if __name__ == "__main__":
     answer = json.loads(Path(sys.argv[2]).read_text())
     difference, wrong, ours = agreement(Path(sys.argv[1]), answer)
-    print(
-        f"{ours.n} items, {4 * ours.n} log-likelihoods: largest relative difference {difference:.2e}"
-    )
+    likelihoods = f"{4 * ours.n} log-likelihoods"
+    print(f"{ours.n} items, {likelihoods}: largest relative difference {difference:.2e}")
     print(f"decisions that differ: acc {wrong['acc']}, acc_norm {wrong['acc_norm']}")
     for metric in ("acc", "acc_se", "acc_norm", "acc_norm_se"):
         print(f"{metric}: lm-eval {answer[metric]!r}, ours {summarize(ours)[metric]!r}")

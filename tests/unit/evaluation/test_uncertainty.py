@@ -49,12 +49,9 @@ def test_a_mixture_has_an_error_and_a_unit_if_all_its_sources_have_them():
         results = Results("validation", {"windows": ""}, {"val_loss": np.ones(2)}, {})
         return ValidationLoss(1.0, se, 2, unit, 2.0, None, results)
 
-    for other, said in (
-        ((0.4, "document"), (0.25, "document")),
-        ((None, "window"), (None, "window")),
-    ):
-        found = combine({"a": loss(0.3, "document"), "b": loss(*other)}, (0.5, 0.5))
-        assert (found.val_loss_se, found.val_se_unit) == said
+    for se, unit, said in ((0.4, "document", 0.25), (None, "window", None)):
+        found = combine({"a": loss(0.3, "document"), "b": loss(se, unit)}, (0.5, 0.5))
+        assert (found.val_loss_se, found.val_se_unit) == (said, unit)
 
 
 def test_units_are_divided_by_the_weights_of_their_sources():

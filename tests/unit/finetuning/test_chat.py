@@ -110,7 +110,6 @@ def test_an_export_keeps_the_template(folder):
 
 
 def test_the_last_exchange_of_a_row_is_found_again():
-
     first = [Turn("user", "Hi"), Turn("assistant", "Yo")]
     longer = [Turn("user", "A"), Turn("assistant", "B b"), Turn("user", "C")]
     spoken = [first, [*longer, Turn("assistant", "D d d")]]
@@ -126,11 +125,9 @@ def test_the_last_exchange_of_a_row_is_found_again():
 def test_answers_are_compared_where_asked(folder):
     plain = ask("evaluate.py", "tuned", "--json", folder=folder)
     assert plain["generate"] is None
-    wrong = ask("evaluate.py", "hf", "--eval_generate", folder=folder)
-    assert wrong == (
-        2,
-        "error: hf: --eval_generate compares answers, and that needs a run of gpt2lab finetune and no --val",
-    )
+    line = rejected(ask("evaluate.py", "hf", "--eval_generate", folder=folder))
+    needs = "and that needs a run of gpt2lab finetune and no --val"
+    assert line == f"error: hf: --eval_generate compares answers, {needs}"
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
     works_with("rouge-score", version("rouge-score"), "evaluate --eval_generate")
     scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)

@@ -203,10 +203,8 @@ def test_the_imported_weights_compute_nanogpts_loss(place):
 
 def test_everything_that_is_wrong_is_said_at_once(place):
     words = ("--optimizer=muon", "--n_layer=3", "--n_head=4")
-    for data, more in (
-        (False, "--data_dir is missing: the folder data/letters"),
-        (True, "--n_head 4"),
-    ):
+    missing = "--data_dir is missing: the folder data/letters"
+    for data, more in ((False, missing), (True, "--n_head 4")):
         line = launch.rejected(take(place, *words, data=data))
         for part in ("holds AdamW's moments", "--n_layer 3: ckpt.pt has 2", "--n_head 4", more):
             assert part in line

@@ -207,11 +207,11 @@ def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):
     assert set(back) == set(ours)
     for name, tensor in back.items():
         assert torch.equal(tensor, ours[name][: len(tensor)]), name
-    flags = (
-        *(f"--val={folder / 'bpe'}", "--val_tokens=320", "--device=cpu", "--dtype=fp32", "--json"),
-    )
+    flags = (f"--val={folder / 'bpe'}", "--val_tokens=320", "--device=cpu", "--dtype=fp32")
     names = ("bpe", str(out))
-    losses = [ask("evaluate.py", name, *flags, folder=folder)["val_loss"] for name in names]
+    losses = [
+        ask("evaluate.py", name, *flags, "--json", folder=folder)["val_loss"] for name in names
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     run = [f"--init_from={out}", f"--data_dir={folder / 'bpe'}", f"--checkpoint_dir={tmp_path}"]
     start = resolve(parse([*run, "--max_steps=1"]), world_size=1, set_aside=False)

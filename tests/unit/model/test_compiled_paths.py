@@ -36,12 +36,8 @@ def test_attention_by_matmul_is_causal_attention(T):
     """Values and all three gradients, in fp32, where the two differ by rounding alone."""
     q, k, v = _qkv(T, torch.float32)
     gradient = torch.randn(2, 3, T, 16, generator=torch.Generator().manual_seed(0))
-    results = []
-    for y in (
-        gpt.causal_by_matmul(q, k, v),
-        F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    ):
-        results.append((y, *torch.autograd.grad(y, (q, k, v), gradient)))
+    ys = gpt.causal_by_matmul(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    results = [(y, *torch.autograd.grad(y, (q, k, v), gradient)) for y in ys]
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

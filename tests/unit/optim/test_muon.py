@@ -164,9 +164,8 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     taken = {names[id(p)]: g["parts"] for g in own.param_groups for p in g["params"]}
     ends = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
     assert taken == {f"blocks.{i}.{end}.weight": n for i in range(2) for end, n in ends.items()}
-    assert {names[id(p)] for p in adamw.param_groups[0]["params"]} == {
-        *("wte.weight", "wpe.weight")
-    }
+    embeddings = {names[id(p)] for p in adamw.param_groups[0]["params"]}
+    assert embeddings == {"wte.weight", "wpe.weight"}
     set_learning_rate([adamw, own], 0.005)
     assert [g["lr"] for g in own.param_groups] == pytest.approx([0.015] * 3)
     assert isinstance(adamw, torch.optim.AdamW)

@@ -28,15 +28,11 @@ CARDS = {
     **{"A100-PCIe": "NVIDIA A100 80GB PCIe", "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB"},
     **{"RTX-4090": "NVIDIA GeForce RTX 4090", "RTX-5090": "NVIDIA GeForce RTX 5090"},
     **{"T4": "Tesla T4", "V100": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB"},
-    **{
-        "V100-PCIe": "Tesla V100-PCIE-32GB",
-        "A6000": "NVIDIA RTX A6000",
-        "H100-NVL": "NVIDIA H100 NVL",
-    },
-    "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation",
+    **{"V100-PCIe": "Tesla V100-PCIE-32GB", "A6000": "NVIDIA RTX A6000"},
+    **{"H100-NVL": "NVIDIA H100 NVL", "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation"},
     **{
         name: f"NVIDIA {name}"
-        for name in ("H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200")
+        for name in ["H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200"]
     },
 }
 NO_CARDS = (
