@@ -77,6 +77,11 @@ def flip_bit(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
+def edit_json(path: Path, **values: Any) -> None:
+    """Change values of the JSON object in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 _VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")
 
 

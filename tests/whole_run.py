@@ -95,9 +95,12 @@ class Run:
 
     def bits(self) -> tuple[dict[int, str], str, str]:
         """Return every loss in hex and the hashes of the newest weights and moments: equal only if every bit is."""
-        files = self.checkpoints()[max(self.checkpoints())].manifest["files"]
-        hashes = (files[f"{name}.safetensors"]["sha256"] for name in ("model", "optim"))
-        return launch.losses(self.path), *hashes
+        return launch.losses(self.path), *self.hashes(max(self.checkpoints()))
+
+    def hashes(self, step: int) -> tuple[str, str]:
+        """Return the hashes of a checkpoint's weights and moments."""
+        files = self.checkpoints()[step].manifest["files"]
+        return files["model.safetensors"]["sha256"], files["optim.safetensors"]["sha256"]
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """Return {step: its event} along the line of steps that the newest weights went through."""

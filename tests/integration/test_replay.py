@@ -20,7 +20,7 @@ from gpt2lab.distributed import runtime
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
-from tiny import parse, pretrain
+from tiny import edit_json, parse, pretrain
 from whole_run import reseal
 
 T, S, LAST = 64, 8, 24
@@ -153,8 +153,7 @@ def test_a_compiled_run_is_replayed_compiled(own):
 
 
 def test_a_compiled_run_is_replayed_where_nothing_can_compile(own, monkeypatch):
-    path = own / "runs" / "clean" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "on"}))
+    edit_json(own / "runs" / "clean" / "config.json", compile="on")
     monkeypatch.setenv("PATH", "")
     said = call("replay", own, "clean", "--steps=9").splitlines()[-1]
     assert said == (

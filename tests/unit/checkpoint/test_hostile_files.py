@@ -28,7 +28,7 @@ from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
 from gpt2lab.runs.target import find_target
 from gpt2lab.training.resolve import resolve
-from tiny import VOCAB, parse
+from tiny import VOCAB, edit_json, parse
 from whole_run import Run, reseal
 
 pytestmark = pytest.mark.timeout(300)  # what waits for a pipe waits for ever
@@ -265,8 +265,7 @@ def hf(tmp_path) -> Path:
     ],
 )
 def test_sizes_are_compared_with_the_weights_before_a_model_is_built(hf, key, value, wording):
-    values = json.loads((hf / "config.json").read_text()) | {key: value}
-    (hf / "config.json").write_text(json.dumps(values))
+    edit_json(hf / "config.json", **{key: value})
     with pytest.raises(CheckpointError, check=wording):
         find_target(str(hf), hf.parent).model_config()
 

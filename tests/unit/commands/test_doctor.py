@@ -10,6 +10,7 @@ import pytest
 import launch
 from gpt2lab import __version__
 from gpt2lab.commands.doctor import without_names
+from tiny import edit_json
 from whole_run import LAST
 
 
@@ -48,9 +49,8 @@ def test_a_run_s_facts_identify_it_and_hide_its_owner(straight, tmp_path, monkey
     for private in ("somebody", "tiny-host", "value-of", str(tmp_path)):
         assert private not in said
     # The same settings in another place have the same hash, other settings another one.
-    config = json.loads((home / "runs" / "tiny" / "config.json").read_text())
     for change, same in (({"checkpoint_dir": "/else"}, True), ({"seed": 5}, False)):
-        (home / "runs" / "tiny" / "config.json").write_text(json.dumps(config | change))
+        edit_json(home / "runs" / "tiny" / "config.json", **change)
         other = json.loads(launch.call("doctor", home / "runs" / "tiny", "--json").stdout)["run"]
         assert (other["settings_sha256"] == run["settings_sha256"]) == same
 

@@ -14,7 +14,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
 from launch import losses, train_in_forks, worked
-from tiny import parse
+from tiny import edit_json, parse
 
 
 def write(folder: Path, text: str, name: str = "settings.toml") -> str:
@@ -129,9 +129,7 @@ def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run):
     assert begun()["min_lr"] == 0.0003
     flat = begun("--max_lr=2e-3", "--min_lr=1e-3", "--max_steps=40", "--warmup_steps=3")
     assert (flat["min_lr"], flat["warmup_steps"]) == (1e-3, 3)
-    settings = json.loads((run.path / "config.json").read_text())
-    settings |= {"min_lr": 0.0002, "warmup_steps": 2}
-    (run.path / "config.json").write_text(json.dumps(settings))
+    edit_json(run.path / "config.json", min_lr=0.0002, warmup_steps=2)
     flat = begun("--max_lr=2e-3", "--max_steps=2000")
     assert (flat["min_lr"], flat["warmup_steps"]) == (0.0002, 2)
 
@@ -149,8 +147,7 @@ def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(run, tiny_dat
 
     assert vocabulary() == (256, 50257)
     assert vocabulary(other)[0] == 256  # somebody chose it: it is not what GPT-2's tokenizer needs
-    settings = json.loads(path.read_text()) | {"vocab_size": 50304}
-    path.write_text(json.dumps(settings))
+    edit_json(path, vocab_size=50304)
     assert vocabulary() == vocabulary(f"--data_dir={tiny_data}") == (50304, 50257)
     assert vocabulary(other) == (384, 257)
     assert vocabulary(other, "--vocab_size=300") == (300, 257)

@@ -35,7 +35,7 @@ from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask, rejected, worked
-from tiny import MODERN, parse, pretrain
+from tiny import MODERN, edit_json, parse, pretrain
 
 CONTEXT, NEW = 64, 20
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 48, "context_length": CONTEXT, "vocab_size": 211}
@@ -244,8 +244,7 @@ def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path):
 def test_a_folder_of_another_network_is_rejected_by_name(change, folder, tmp_path, wording):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / "x" / name).read_bytes())
-    values = json.loads((tmp_path / HF_CONFIG).read_text())
-    (tmp_path / HF_CONFIG).write_text(json.dumps(values | change))
+    edit_json(tmp_path / HF_CONFIG, **change)
     with pytest.raises(CheckpointError, check=wording):
         load_hf(tmp_path)
 

@@ -14,7 +14,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, file_of_step, write_results
 from gpt2lab.interop.tasks import TaskResults, keep_tasks
 from gpt2lab.lab.compare import compare_groups, describe_groups, groups_as_json
-from tiny import write_shards
+from tiny import edit_json, write_shards
 from whole_run import Run
 
 
@@ -54,11 +54,10 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     rng, right = np.random.default_rng(3), {}
     hard = rng.random(60)
     Run(tiny_data, tmp_path, "--max_steps=2", "--eval_freq=0", "--sample_freq=0").train()
-    settings = json.loads((tmp_path / "tiny" / "config.json").read_text())
     for seed in (1, 2, 3):
         for name, more in (("a", 0.0), ("b", 0.25)):
             run = shutil.copytree(tmp_path / "tiny", tmp_path / f"{name}_{seed}")
-            (run / "config.json").write_text(json.dumps(settings | {"seed": seed}))
+            edit_json(run / "config.json", seed=seed)
             right[name, seed] = (rng.random(60) < hard + more).astype(float)
             keep_items(run, right[name, seed])
     found = compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, smallest=0.3)
@@ -85,8 +84,8 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
     assert answer["metrics"]["quiz acc"]["unit"] is None
     (tmp_path / "it.json").write_text(json.dumps(answer))
-    done = launch.call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
-    assert done.returncode == 0, done.stderr
+    words = ("--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    launch.worked(launch.call("plot", *words))
     picture = (tmp_path / "it.svg").read_text()
     for text in ("quiz acc", "acc_norm", "B - A, nats/token", "over seeds (95 %)", "a_*    B  b_*"):
         assert text in picture
@@ -99,11 +98,10 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert [one.found.metric for one in found.metrics] == ["val_loss", "quiz acc"]
     with pytest.raises(DataError, match="have nothing to compare: b_2 has no hellaswag results"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="hellaswag")
-    status = json.loads((tmp_path / "b_2" / "status.json").read_text())
-    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status | {"exit_code": 76}))
+    edit_json(tmp_path / "b_2" / "status.json", exit_code=76)
     with pytest.raises(DataError, match="b_2 diverged, so it has no final results"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
-    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status))
+    edit_json(tmp_path / "b_2" / "status.json", exit_code=0)
     for seed in (1, 2, 3):
         keep_items(tmp_path / f"b_{seed}", right["b", seed][:50])
     with pytest.raises(DataError, match=r"was not measured on the same items \(60 and 50 items\)"):

@@ -24,7 +24,7 @@ from gpt2lab.mirror.extension import fetch_newer
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name
 from gpt2lab.runs.overview import describe_mirror
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
-from tiny import flip_bit
+from tiny import edit_json, flip_bit
 
 
 @pytest.fixture
@@ -163,8 +163,7 @@ def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(url, run_dir, 
 
 @pytest.mark.parametrize("labels", [{"../best": "step_00000002"}, {"best": "../../etc"}, []])
 def test_a_forged_label_leaves_nothing(labels, copied, fresh):
-    path = copied.path / "of_run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "labels": labels}))
+    edit_json(copied.path / "of_run.json", labels=labels)
     with pytest.raises(CheckpointError, match="label"):
         copied.mirror.fetch(copied.copy, fresh)
     assert list(fresh.iterdir()) == []

@@ -21,7 +21,7 @@ from gpt2lab.planner.reports import KEYS
 from gpt2lab.planner.request import EstimateRequest
 from gpt2lab.runs import history
 from launch import SCRIPTS, Done, call, python, rejected, worked
-from tiny import TRAIN_SHARDS, write_shards
+from tiny import TRAIN_SHARDS, edit_json, write_shards
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
@@ -267,8 +267,7 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsy
 )
 def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, capsys, settings):
     """Null where no formula knows it."""
-    flat = json.loads((a_run / "config.json").read_text()) | settings
-    (a_run / "config.json").write_text(json.dumps(flat))
+    edit_json(a_run / "config.json", **settings)
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
     (a_run / "run.json").write_text(json.dumps({"environment": environment}))
     estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))

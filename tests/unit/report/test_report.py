@@ -22,7 +22,7 @@ from gpt2lab.report.page import render
 from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.summary import describe_run
 from launch import call
-from tiny import TEXT, parse, pretrain
+from tiny import TEXT, edit_json, parse, pretrain
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,7 @@ def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir):
 
 
 def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
-    config = json.loads((run_dir / "config.json").read_text()) | {"sample_prompt": "<b>new"}
-    (run_dir / "config.json").write_text(json.dumps(config))
+    edit_json(run_dir / "config.json", sample_prompt="<b>new")
     events = launch.all_events(run_dir)
     for event in events:
         if event["event"] == "resume":
@@ -157,9 +156,8 @@ def test_the_prompt_is_told_from_what_the_model_wrote(run_dir):
 
 def test_several_runs_share_a_page(run_dir, tmp_path):
     other = Path(shutil.copytree(run_dir, tmp_path / "elsewhere" / "r"))
-    config = json.loads((other / "config.json").read_text())
-    config |= {"seed": 7, "weight_decay": 0.5, "chosen": [*config["chosen"], "weight_decay"]}
-    (other / "config.json").write_text(json.dumps(config))
+    chosen = [*json.loads((other / "config.json").read_text())["chosen"], "weight_decay"]
+    edit_json(other / "config.json", seed=7, weight_decay=0.5, chosen=chosen)
     begun = Path(shutil.copytree(run_dir, tmp_path / "begun"))
     lines = (begun / "metrics.jsonl").read_text().splitlines(keepends=True)
     (begun / "metrics.jsonl").write_text(lines[0])
@@ -186,8 +184,7 @@ def test_several_runs_share_a_page(run_dir, tmp_path):
 @pytest.mark.parametrize(("has_bytes", "unit"), [(True, "bits/byte"), (False, "not comparable")])
 def test_losses_of_different_tokenizers_are_drawn_by_the_byte(run_dir, has_bytes, unit):
     other = Path(shutil.copytree(run_dir, run_dir.with_name("other")))
-    facts = json.loads((other / "run.json").read_text())
-    (other / "run.json").write_text(json.dumps(facts | {"tokenizer": {"name": "characters"}}))
+    edit_json(other / "run.json", tokenizer={"name": "characters"})
     for folder, per_nat in ((run_dir, 0.5), (other, 2.0)):
         append(folder, event="eval", val_loss=4.0, val_loss_se=0.4, bits_per_byte=4.0 * per_nat)
         if not has_bytes:
@@ -296,12 +293,10 @@ def test_a_complete_run_goes_on_with_more_steps(run_dir, last):
 
 def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    document = json.loads((run_dir / "estimate.json").read_text()) | {"actual": None}
-    (run_dir / "estimate.json").write_text(json.dumps(document))
+    edit_json(run_dir / "estimate.json", actual=None)
     (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))  # without `done`
     assert re.search(r"time \S+ .*? so far tokens/s", text_of(render(run_dir)))
-    document["actual"] = {"hours": 1.0, "time_accuracy": None}
-    (run_dir / "estimate.json").write_text(json.dumps(document))
+    edit_json(run_dir / "estimate.json", actual={"hours": 1.0, "time_accuracy": None})
     assert re.search(r"time \S+ .*? or without CORE tokens/s", text_of(render(run_dir)))
     begin = next(i for i, line in enumerate(lines) if '"begin"' in line)
     (run_dir / "metrics.jsonl").write_text("".join(lines[: begin + 1]))
@@ -387,8 +382,7 @@ def test_hostile_text_is_shown_and_does_nothing(run_dir, tmp_path, listener):
     text = hostile(listener.server_port)
     append(run_dir, event="sample", text=text, seconds=0.1)
     append(run_dir, message=text)
-    config = json.loads((run_dir / "config.json").read_text())
-    (run_dir / "config.json").write_text(json.dumps(config | {"sample_prompt": text}))
+    edit_json(run_dir / "config.json", sample_prompt=text)
     other = f'"\'><script>{ACTS}<script><img src=x onerror="{ACTS}">'
     shutil.copytree(run_dir, run_dir.with_name(other))
     name, page = html.escape(f"r, {other}", quote=False), tmp_path / "page.html"

@@ -19,11 +19,7 @@ from gpt2lab.commands.checkpoints import List
 from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
 from launch import call
-
-
-def rewrite_status(run_dir: Path, **values: object) -> None:
-    path = run_dir / "status.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+from tiny import edit_json
 
 
 def test_status_of_a_complete_run(run_dir):
@@ -42,7 +38,7 @@ def test_status_of_a_complete_run(run_dir):
 
 
 def test_a_run_whose_process_is_gone_is_not_called_running(run_dir):
-    rewrite_status(run_dir, state="running", exit_code=None)
+    edit_json(run_dir / "status.json", state="running", exit_code=None)
     assert overview.read_run(run_dir).state == "killed"
     held = RunFolder(run_dir)
     assert overview.read_run(run_dir).state == "running"
@@ -59,7 +55,7 @@ def test_who_only_looks_keeps_no_run_from_starting(run_dir):
 
 
 def test_the_time_left_of_a_running_run_counts_down(run_dir, monkeypatch):
-    rewrite_status(run_dir, state="running")
+    edit_json(run_dir / "status.json", state="running")
     last = launch.events(run_dir, "step")[-1] | {"remaining_seconds": 100.0, "step": 12}
     monkeypatch.setattr(time, "time", lambda: last["time"] + 30)
     with open(run_dir / "metrics.jsonl", "a") as file:
@@ -70,7 +66,7 @@ def test_the_time_left_of_a_running_run_counts_down(run_dir, monkeypatch):
 
 
 def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir):
-    rewrite_status(run_dir, state="failed", exit_code=76)
+    edit_json(run_dir / "status.json", state="failed", exit_code=76)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write("not json\n")
     said = call("status", "--checkpoint_dir", run_dir.parent)[1]

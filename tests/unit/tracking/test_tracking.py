@@ -19,7 +19,7 @@ from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.tracking import followers as tracking
 from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, WandB, without_secrets
-from tiny import TEXT, parse, pretrain
+from tiny import TEXT, edit_json, parse, pretrain
 from whole_run import SCALARS
 
 # What a stand-in for the library does; `{}` is the file that it writes down what it was asked in.
@@ -239,7 +239,7 @@ def test_a_record_names_no_run_that_is_not_of_this_project(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
     sync(tmp_path)
     record = tmp_path / "trackers" / "trackio.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"id": "x' OR tags.y = 'z"}))
+    edit_json(record, id="x' OR tags.y = 'z")
     with pytest.raises(ConfigError):
         sync(tmp_path)
 

@@ -59,9 +59,7 @@ def test_the_scale_follows_torchs_own_scaler():
 @pytest.mark.parametrize("more", [(), ("--on_spike=skip",)])
 def test_an_overflow_skips_one_update_and_halves_the_scale(more, run):
     assert overflowing(run, "--max_steps=9", "--checkpoint_freq=1", *more) == 0
-    before, after = (run.checkpoints()[n].manifest["files"] for n in (6, 7))
-    for name in ("model.safetensors", "optim.safetensors"):
-        assert before[name] == after[name]
+    assert run.hashes(6) == run.hashes(7)
     events = run.steps()
     assert [n for n, event in events.items() if not event["updated"]] == [7]
     assert (events[7]["grad_norm"], events[7]["loss"] > 1e30) == (None, True)

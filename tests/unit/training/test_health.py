@@ -55,16 +55,11 @@ def soon(monkeypatch) -> None:
     monkeypatch.setattr(health, "REWIND_STEPS", 3)
 
 
-def hashes(run: Run, step: int) -> tuple[str, str]:
-    files = run.checkpoints()[step].manifest["files"]
-    return files["model.safetensors"]["sha256"], files["optim.safetensors"]["sha256"]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
     spoil(bad, 5)
     run.train("--max_steps=8")
-    assert hashes(run, 5) == hashes(run, 4) != hashes(run, 6)
+    assert run.hashes(5) == run.hashes(4) != run.hashes(6)
     event = run.events("step")[4]
     assert (event["loss"], event["updated"]) == (None, False)
     assert [e["updated"] for e in run.events("step")].count(False) == 1
@@ -89,7 +84,7 @@ def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
     assert "4 updates in a row" in str(run.rejected("--max_steps=20", kind=NonFiniteError))
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
     newest = max(run.checkpoints())
-    assert hashes(run, newest) == hashes(run, 3)
+    assert run.hashes(newest) == run.hashes(3)
     assert run.status()["checkpoint"].endswith(f"step_{newest:08d}")
 
 
@@ -118,14 +113,14 @@ def test_a_spike_is_told_and_by_default_nothing_else(run, spoil):
     [warning] = [e for e in run.events("warning") if "spike" in e["message"]]
     assert "step 12" in warning["message"]
     assert run.events("step")[11]["updated"]
-    assert hashes(run, 12) != hashes(run, 11)
+    assert run.hashes(12) != run.hashes(11)
 
 
 @pytest.mark.usefixtures("soon")
 def test_a_spike_can_be_skipped(run, spoil):
     spoil(50.0, 12)
     run.train("--max_steps=14", "--on_spike=skip")
-    assert hashes(run, 12) == hashes(run, 11)
+    assert run.hashes(12) == run.hashes(11)
     assert run.saved_state(14)["skipped"] == [{"step": 12, "reason": "spike", "samples": [88, 96]}]
 
 
@@ -156,7 +151,7 @@ def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, ti
     cut.train(*flags, "--stop_after_steps=11")
     cut.train(*flags, "--resume=latest", "--stop_after_steps=13")
     cut.train(*flags, "--resume=latest")
-    assert hashes(cut, 16) == hashes(run, 16)
+    assert cut.hashes(16) == run.hashes(16)
 
 
 @pytest.mark.usefixtures("soon")
