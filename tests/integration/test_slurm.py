@@ -12,12 +12,7 @@ import pytest
 
 import launch
 from gpt2lab.commands.ablate import read_requests
-from gpt2lab.commands.resume_command import (
-    ResumeCommand,
-    plan_continuation,
-    write,
-    write_array,
-)
+from gpt2lab.commands.resume_command import ResumeCommand, plan_continuation, write, write_array
 from gpt2lab.lab.seed_runs import plan_runs
 from tiny import TINY
 from whole_run import Run
