@@ -153,7 +153,7 @@ def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
 def test_without_an_optimizer_its_moments_begin_at_zero(origin, become, tmp_path, capsys):
     take(become, write(tmp_path / "ckpt.pt", nano(origin, optimizer=None)))
     assert "none in the file: its moments begin at zero" in capsys.readouterr().out
-    assert become.DONE.hashes(DONE)[0] == origin.DONE.hashes(DONE)[0]
+    assert become.hashes(DONE)[0] == origin.hashes(DONE)[0]
     become.train("--resume=latest")
     assert become.status()["state"] == "completed"
 
