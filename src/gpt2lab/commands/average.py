@@ -116,9 +116,8 @@ def _write(run_dir: Path, infos: list[CheckpointInfo], of: Mapping[str, object])
         mean = {key: (tensor / len(infos)).float() for key, tensor in total.items()}
     newest = infos[-1]
     content = json.loads((newest.path / _STATE).read_bytes())
-    content["state"] |= dict.fromkeys(
-        ("val_loss", "best_val_loss", "best_step")
-    )  # of other weights
+    # The losses are of other weights.
+    content["state"] |= dict.fromkeys(("val_loss", "best_val_loss", "best_step"))
     facts = {key: value for key, value in newest.manifest.items() if key not in _OF_FILES}
     facts["config"] = {**facts["config"], "run_name": run_dir.name}
     facts |= {"run": run_dir.name, "kind": "average", "average_of": of, "created": time.time()}

@@ -27,12 +27,7 @@ from gpt2lab.data.manifest import (
     write_manifest,
 )
 from gpt2lab.data.prepare.write import measure_shard
-from gpt2lab.data.shards import (
-    RAW_SUFFIX,
-    names_on_disk,
-    open_shard,
-    read_document_ends,
-)
+from gpt2lab.data.shards import RAW_SUFFIX, names_on_disk, open_shard, read_document_ends
 from gpt2lab.errors import ConfigError, DataError, system_errors_as
 from gpt2lab.files import create_durably, sha256_of, sweep_temporaries
 from gpt2lab.interop import token_files as formats

@@ -86,9 +86,8 @@ class ForecastExtension(Extension):
         ranks, here = start.plan.batch.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.suppress(OSError, GPT2LabError):
             log = history.read_log(start.run_dir)
-            if (
-                start.config.tuning.instructions is None
-            ):  # its steps and targets are not pretraining's
+            # Steps and targets of fine-tuning are not pretraining's.
+            if start.config.tuning.instructions is None:
                 # What others used is unknown of several machines.
                 others = self._watch.others(ranks) if ranks == here else None
                 learn(start.run_dir, log, others=others)

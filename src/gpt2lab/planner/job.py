@@ -194,9 +194,8 @@ class Job:
 
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""
-        if (
-            kind == "checkpoint"
-        ):  # rolling ones, and evaluations, which save when they are the best so far
+        if kind == "checkpoint":
+            # Rolling ones, and evaluations, which save when they are the best so far.
             a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
             counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
             return counts[0] + counts[1] - counts[2]

@@ -13,15 +13,7 @@ from gpt2lab.config.schema import Parallel
 from gpt2lab.config.settings import options_of
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner.communication import OVERLAP, step_bytes, wire_share
-from gpt2lab.planner.estimate import (
-    EVENTS,
-    LAW,
-    LOSS_FORMULA,
-    Estimate,
-    Window,
-    loss_of,
-    verdict,
-)
+from gpt2lab.planner.estimate import EVENTS, LAW, LOSS_FORMULA, Estimate, Window, loss_of, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.timing import KINDS, MUON_ROUNDS, muon_flops
 from gpt2lab.training.progress import Z80, Interval
