@@ -36,15 +36,11 @@ _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 
 def main(argv: list[str]) -> int:
-    """Answer a command line."""
-    return answer(parse_flags(EstimateRequest, argv, about=__doc__, common=_COMMON))
-
-
-def answer(request: EstimateRequest) -> int:
     """Print one report, or one JSON object, and return the exit code: 0, or 3 if the run does not fit.
 
     Raises: GPT2LabError with its exit code.
     """
+    request = parse_flags(EstimateRequest, argv, about=__doc__, common=_COMMON)
     document, text, code = find_answer(request)
     print(json.dumps(document, allow_nan=False) if request.json else text)
     return code

@@ -12,13 +12,11 @@ import pytest
 import gpt2lab
 from gpt2lab.commands import estimate_time
 from gpt2lab.commands.entry import run
-from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.planner import forecast, memory, remaining
 from gpt2lab.planner.reports import KEYS
-from gpt2lab.planner.request import EstimateRequest
 from gpt2lab.runs import history
 from launch import SCRIPTS, Done, call, python, rejected, worked
 from tiny import TRAIN_SHARDS, edit_json, write_shards
@@ -54,7 +52,7 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
 def test_json_is_one_object_with_every_key_in_every_mode(tmp_path, capsys, flags):
     (tmp_path / "runs").mkdir()
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}", "--json"]
-    assert estimate_time.answer(parse_flags(EstimateRequest, flags)) in (0, 3)
+    assert estimate_time.main(flags) in (0, 3)
     out, err = capsys.readouterr()
     assert (err, out.count("\n")) == ("", 1)
     assert set(KEYS) <= set(json.loads(out))
@@ -74,7 +72,8 @@ def test_the_api_answers_as_the_command_does(a_run, tmp_path, capsys, flags):
     found = gpt2lab.estimate(**flags, report=str(report))
     assert capsys.readouterr().out == ""
     assert set(json.loads(report.read_text())) == set(found)
-    estimate_time.answer(EstimateRequest(**flags, json=True))
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    estimate_time.main([*words, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert _shape(found) == _shape(printed)
     assert found.get("comparison", {}) == printed.get("comparison", {})
@@ -138,7 +137,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
 ):
     flags = [*shlex.split(words), f"--checkpoint_dir={tmp_path / 'runs'}"]
     monkeypatch.setattr(sys, "argv", ["estimate_time.py", *flags])
-    assert run(lambda argv: estimate_time.answer(parse_flags(EstimateRequest, argv))) == code
+    assert run(estimate_time.main) == code
     out, err = capsys.readouterr()
     if code in (2, 4):
         assert out == ""
@@ -240,11 +239,11 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsy
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
     assert [step for step, _ in left.milestones] == [750, 1000]
-    assert estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent)) == 0
+    assert estimate_time.main([f"--checkpoint_dir={a_run.parent}"]) == 0
     shown = capsys.readouterr().out
     assert "500 of 1,000 steps" in shown
     assert "75%" in shown
-    estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
+    estimate_time.main([f"--checkpoint_dir={a_run.parent}", "--json"])
     assert set(KEYS) <= set(json.loads(capsys.readouterr().out))
     log = (a_run / "metrics.jsonl").read_text().replace('"max_steps": 1000', '"max_steps": 500')
     (a_run / "metrics.jsonl").write_text(log)
@@ -270,7 +269,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, ca
     edit_json(a_run / "config.json", **settings)
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
     (a_run / "run.json").write_text(json.dumps({"environment": environment}))
-    estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
+    estimate_time.main([f"--checkpoint_dir={a_run.parent}", "--json"])
     found = json.loads(capsys.readouterr().out)["memory"]
     if "fsdp_offload" in settings:
         assert found is None
