@@ -328,9 +328,8 @@ def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
 
 def loss_of(job: Job) -> Interval | None:
     """Return the predicted loss of a job; repeated tokens of a mixture are discounted source by source."""
-    parts: list[tuple[int, int | None]] = [*job.tokens_by_source.values()]
-    parts = parts or [(job.tokens, job.unique_tokens)]
-    return predicted_loss(job.parameters, sum(effective_tokens(*part) for part in parts))
+    tokens = sum(effective_tokens(*part) for part in job.tokens_by_source)
+    return predicted_loss(job.parameters, tokens)
 
 
 def predicted_loss(parameters: int, tokens: float) -> Interval | None:

@@ -123,23 +123,20 @@ class Job:
         return self.tokens / self.unique_tokens if self.unique_tokens else None
 
     @property
-    def tokens_by_source(self) -> dict[str, tuple[int, int]]:
-        """Trained and unique tokens of each source of a mixture; {} of a single folder."""
+    def tokens_by_source(self) -> list[tuple[int, int | None]]:
+        """Trained and unique tokens of each source; None as `unique_tokens` is."""
         if not isinstance(self.order, Mixture):
-            return {}
+            return [(self.tokens, self.unique_tokens)]
         T = self.config.model.context_length
-        rows = zip(
-            self.order.names,
-            self.order.counts_before(self.tokens // T).tolist(),
-            self.order.orders,
-            strict=True,
-        )
-        return {name: (count * T, own.windows_per_epoch * T) for name, count, own in rows}
+        counts = self.order.counts_before(self.tokens // T).tolist()
+        rows = zip(counts, self.order.orders, strict=True)
+        return [(count * T, own.windows_per_epoch * T) for count, own in rows]
 
     @property
     def epochs_by_source(self) -> dict[str, float]:
         """Passes over each source of a mixture; {} of a single folder."""
-        return {name: used / unique for name, (used, unique) in self.tokens_by_source.items()}
+        samples = self.tokens // self.config.model.context_length
+        return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
 
     @property
     def parameters(self) -> int:
