@@ -173,8 +173,8 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
 def fit_memory(predictor: Predictor, job: Job) -> Estimate:
     """Estimate the job; a mini batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job)
-    if found.memory.fits is False and found.memory.largest_micro_batch:
-        return predictor.predict(job.with_micro_batch(found.memory.largest_micro_batch))
+    if found.memory.fits is False and (largest := found.memory.largest_micro_batch):
+        return predictor.predict(job.with_settings(mini_batch_size=largest))
     return found
 
 
@@ -198,7 +198,7 @@ def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str
 
 def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
-    job, fitting, needed = found.job.with_micro_batch(1), [], 0.0
+    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
     for gpu in known.gpus.values():
         need = device_memory(
             job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes

@@ -317,7 +317,7 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
         )
     fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
     sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))
-    return way.job.with_micro_batch(sizes[-1])
+    return way.job.with_settings(mini_batch_size=sizes[-1])
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:

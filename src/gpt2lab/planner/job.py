@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2lab.config import derived
@@ -36,7 +36,7 @@ class Job:
     dtype: Dtype
     compiled: bool
     unique_tokens: int | None = None  # of the training split, None if the data is not known
-    dataset: tuple[tuple[str, float], ...] = ()  # how its size was given, for the report
+    dataset: Mapping[str, float] = field(default_factory=dict)  # how its size was given
     order: Order | Mixture | None = None  # of the data, where it is known
     data_fingerprint: str | None = None
 
@@ -51,7 +51,7 @@ class Job:
         order: Order | Mixture | None = None,
     ) -> Job:
         """Return the job of a start of the trainer; `train_tokens`: of the training split, leftovers included."""
-        unique, dataset = round(plan.tokens / plan.epochs), (("tokens", float(train_tokens)),)
+        unique, dataset = round(plan.tokens / plan.epochs), {"tokens": float(train_tokens)}
         ranks = plan.batch.world_size
         return Job(config, plan.max_steps, ranks, dtype, compiled, unique, dataset, order)
 
@@ -180,10 +180,6 @@ class Job:
     def with_validation(self, tokens: int) -> Job:
         """Return the same job on data with so many validation tokens: no evaluation reads more."""
         return self.with_settings(val_tokens=min(tokens, self.config.eval.val_tokens))
-
-    def with_micro_batch(self, size: int) -> Job:
-        """Return the same job with other micro-batches."""
-        return self.with_settings(mini_batch_size=size)
 
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""

@@ -263,7 +263,7 @@ def estimate_as_json(
             "step_seconds": asdict(estimate.step),
             "safety_margin_hours": window.margin / 3600 if window else None,
         },
-        "dataset_info": dict(job.dataset)
+        "dataset_info": {**job.dataset}
         | {"epochs": job.epochs, "training_tokens": job.tokens}
         | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)

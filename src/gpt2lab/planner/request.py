@@ -328,7 +328,7 @@ class Predictor:
             dtype=dtype,
             compiled=compiles(config.system, on_gpu=not self.is_cpu, max_steps=steps),
             unique_tokens=unique,
-            dataset=tuple(dataset.items()),
+            dataset=dataset,
             order=order,
             data_fingerprint=fingerprint,
         )
