@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,21 @@ import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.config.settings import OPTIONS
 from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line, system_errors_as
 from gpt2lab.files import staged_folder, write_durably
-from gpt2lab.interop.hf_folder import hf_tensors, write_hf_config
 from gpt2lab.interop.model_card import write_card
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.hf_config import GPT2LAB, HF_INDEX, model_type_of
+from gpt2lab.model.hf_config import (
+    GPT2LAB,
+    HF_CONFIG,
+    HF_INDEX,
+    REQUIRED,
+    model_type_of,
+    required_of_ours,
+)
+from gpt2lab.model.hf_weights import OF_THE_VOCABULARY, TRANSPOSED
 from gpt2lab.runs.target import Target, was_tuned
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers import chat_template
@@ -92,6 +102,68 @@ def export(
     if push_to_hub is not None:
         _push(out, push_to_hub)
     return numbers, target.warnings
+
+
+def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return {transformers' name: tensor in its layout} without padding rows; the tied head appears once."""
+    tensors = {}
+    is_ours = model_type_of(model.config) == GPT2LAB
+    for full_name, parameter in model.named_parameters():
+        name = full_name if full_name.startswith("lm_head.") else f"model.{full_name}"
+        if not is_ours:
+            name = "transformer." + re.sub(r"^blocks\.", "h.", full_name)
+        tensor = parameter.detach()
+        if full_name in OF_THE_VOCABULARY:
+            tensor = tensor[: model.config.id_limit].clone()  # without the memory of the rest
+        if TRANSPOSED.search(name):
+            tensor = tensor.T
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
+    return dict(sorted(tensors.items()))
+
+
+def write_hf_config(
+    config: ModelConfig, folder: Path, *, dtype: str, end_of_text: int | None
+) -> None:
+    """Write config.json for a model without padding rows; dropout is 0, for inference."""
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    common = {
+        "vocab_size": config.id_limit,
+        "initializer_range": 0.02,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": dtype,
+    }
+    values: dict[str, Any]
+    model_type = model_type_of(config)
+    if model_type != GPT2LAB:
+        values = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": model_type,
+            **sizes,
+            "n_positions": config.context_length,
+            "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
+            "n_inner": None,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **common,
+            **{name: allowed[0] for name, allowed in REQUIRED.items()},
+        }
+    else:
+        values = {
+            "architectures": ["GPT2LabForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_gpt2lab.GPT2LabConfig",
+                "AutoModel": "modeling_gpt2lab.GPT2LabModel",
+                "AutoModelForCausalLM": "modeling_gpt2lab.GPT2LabForCausalLM",
+            },
+            "model_type": model_type,
+            **sizes,
+            "context_length": config.context_length,
+            **{name: getattr(config, name) for name in OPTIONS},
+            "dropout": 0.0,
+            **common,
+            **{name: allowed[0] for name, allowed in required_of_ours(config.head).items()},
+        }
+    (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's weights, read without transformers; interop/hf_folder.py writes them.
+"""Hugging Face's weights, read without transformers; interop/export.py writes them.
 
 GPT-2's are called transformer.h.0... and have transposed matrices. Those of our own model type are called
 model.blocks.0... and are ours unchanged.
