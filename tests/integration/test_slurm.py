@@ -108,7 +108,7 @@ def test_a_job_saves_when_its_time_ends_and_is_queued_again(
     monkeypatch.chdir(here)
     run = Run(tiny_data, here / "runs", "--max_steps=4000", "--checkpoint_freq=0", "--eval_freq=0")
     run.train("--stop_after_steps=2")
-    plan = plan_continuation(ResumeCommand(str(run.path)))
+    _, plan = plan_continuation(ResumeCommand(str(run.path)))
     job = submit(slurm, write(plan, output="slurm"), here)
     before = 2
     show = ["scontrol", "show", "job", job]
@@ -153,7 +153,7 @@ def test_a_job_ends_with_the_run(slurm, tiny_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(tiny_data, tmp_path / "runs", "--max_steps=6")
     run.train("--stop_after_steps=2")
-    found = plan_continuation(ResumeCommand(str(run.path)))
+    _, found = plan_continuation(ResumeCommand(str(run.path)))
     job = submit(slurm, write(found, output="slurm"), tmp_path)
     wait_for(slurm, ["scontrol", "show", "job", job], "JobState=COMPLETED")
     assert run.status()["state"] == "completed"

@@ -37,20 +37,11 @@ class Job:
 
     name: str
     words: tuple[str, ...]  # the program and its flags
-    folder: Path  # where what was typed means what it means here
+    resume: str = "latest"  # from which checkpoint
     nodes: int = 1
     processes: int = 1  # on each node
     on_gpu: bool = False  # one for each process
     cpus: int = 1  # for each node
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How a run goes on: what the trainer would do, and the command line that makes it do so."""
-
-    start: "Start"
-    job: Job
-    resume: str = "latest"  # from which checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,20 +81,20 @@ def main(argv: list[str]) -> int:
     if flags.array:
         print(write_array(flags, trainer_flags))
         return 0
-    found = plan_continuation(flags, trainer_flags)
-    for name, (before, now) in found.start.changes.items():
+    start, job = plan_continuation(flags, trainer_flags)
+    for name, (before, now) in start.changes.items():
         say(f"changed: {name} {before} -> {now}")
-    if found.start.is_complete:
+    if start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
-        say(f"note: all {found.start.plan.max_steps} steps are done; {hint}")
-    print(write(found, output=flags.output))
+        say(f"note: all {start.plan.max_steps} steps are done; {hint}")
+    print(write(job, output=flags.output))
     return 0
 
 
-def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continuation:
-    """Return what continues a run, or one of its checkpoints, with `argv` as changed settings.
+def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> tuple["Start", Job]:
+    """Return what the trainer would do to continue a run, or a checkpoint, and the job that makes it do so.
 
-    Whatever the trainer would reject is rejected here. Nothing is written.
+    `argv` are changed settings. Whatever the trainer would reject is rejected here. Nothing is written.
 
     Raises: GPT2LabError.
     """
@@ -143,29 +134,28 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> Continu
     job = Job(
         name=run_dir.name,
         words=(*paths.trainer(program), *words),
-        folder=Path.cwd(),
+        resume=request.resume or "latest",
         nodes=nodes,
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
     )
-    return Continuation(start, job, request.resume or "latest")
+    return start, job
 
 
-def write(continuation: Continuation, *, output: Output) -> str:
-    """Write it as a command line, a shell script, or a job of Slurm.
+def write(job: Job, *, output: Output) -> str:
+    """Write a job as a command line, a shell script, or a job of Slurm.
 
     Raises: ConfigError for a job that would resume the same step each time that it is started again.
     """
-    job, resume = continuation.job, continuation.resume
-    if output == "slurm" and resume not in ("latest", "auto"):
+    if output == "slurm" and job.resume not in ("latest", "auto"):
         raise ConfigError(
-            f"--output slurm: the job would go back to checkpoint {resume} each time that it is started again; "
+            f"--output slurm: the job would go back to checkpoint {job.resume} each time that it is started again; "
             f"resume it once with --output command, then write the job of {job.name}"
         )
     if output == "slurm":
         return write_slurm(job)
-    command, folder = _command(job), fmt.word_of_bash(str(job.folder))
+    command, folder = _command(job), _here()
     script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
     return script if output == "script" else command
 
@@ -212,9 +202,12 @@ def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
     if not tasks:
         raise ConfigError(f"{out}: all {len(files)} runs that were planned are complete")
     program = tuple(paths.trainer("train"))
-    return write_slurm(
-        Job(out.name, program, Path.cwd(), on_gpu=on_gpu, cpus=_CPUS_OF_A_GPU), tasks
-    )
+    return write_slurm(Job(out.name, program, on_gpu=on_gpu, cpus=_CPUS_OF_A_GPU), tasks)
+
+
+def _here() -> str:
+    """Return the folder in which what was typed means what it means now."""
+    return fmt.word_of_bash(str(Path.cwd()))
 
 
 def _command(job: Job, *of_torchrun: str) -> str:
@@ -247,7 +240,7 @@ def write_slurm(job: Job, tasks: Sequence[Sequence[str]] = ()) -> str:
         .render(
             job=job,
             name=re.sub(r"[^A-Za-z0-9._-]", "_", job.name),  # Slurm reads no quotes
-            folder=fmt.word_of_bash(str(job.folder)),
+            folder=_here(),
             start=start,
             stop_seconds=_STOP_SECONDS,
             tasks=[fmt.command_line(own) for own in tasks],

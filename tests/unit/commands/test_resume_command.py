@@ -35,21 +35,20 @@ def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir):
-    found = plan_continuation(ResumeCommand(str(run_dir / "step_00000008"), num_gpus=2))
-    start = found.start
-    assert (start.checkpoint.step, start.plan.max_steps, found.job.processes) == (8, 12, 2)
-    command = write(found, output="command")
+    start, job = plan_continuation(ResumeCommand(str(run_dir / "step_00000008"), num_gpus=2))
+    assert (start.checkpoint.step, start.plan.max_steps, job.processes) == (8, 12, 2)
+    command = write(job, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command
     with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
-        write(found, output="slurm")  # it is started again: each time from the same step
-    found = plan_continuation(ResumeCommand(str(run_dir), num_gpus=2))
+        write(job, output="slurm")  # it is started again: each time from the same step
+    _, job = plan_continuation(ResumeCommand(str(run_dir), num_gpus=2))
     for output in ("script", "slurm"):
-        text = write(found, output=output)
+        text = write(job, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-        assert shlex.join(found.job.words) in text
+        assert shlex.join(job.words) in text
     assert "--gpus" not in text, "the run was trained on a CPU"
-    on_gpus = plan_continuation(ResumeCommand(str(run_dir), nodes=2, gpus=1))
+    _, on_gpus = plan_continuation(ResumeCommand(str(run_dir), nodes=2, gpus=1))
     text = write(on_gpus, output="slurm")
     for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
         assert part in text
@@ -67,7 +66,8 @@ def test_a_script_goes_on_in_the_folder_it_was_made_in(run_dir, tiny_data, tmp_p
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "executable", str(python))
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
-    text = write(plan_continuation(ResumeCommand(str(run_dir)), argv), output="script")
+    _, job = plan_continuation(ResumeCommand(str(run_dir)), argv)
+    text = write(job, output="script")
     launch.worked(subprocess.run(["bash", "-c", text], cwd="/", **launch.TO_ITS_END))
     assert max(launch.steps(run_dir)) == 13
 
