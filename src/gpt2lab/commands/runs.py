@@ -35,7 +35,7 @@ from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError, SaveError, system_errors_as
-from gpt2lab.files import JsonFile, regular, staged_file, sync_folder
+from gpt2lab.files import JsonFile, regular, staged_file, sync_folder, temporary_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing
 from gpt2lab.runs.events import CRC, METRICS, parse_line
@@ -281,12 +281,9 @@ def archive(run_dir: Path, to: Path) -> None:
         try:
             os.rename(run_dir, to / run_dir.name)
         except OSError:  # another disk: the copy is complete before the original goes
-            staging = to / f".tmp-{run_dir.name}-{uuid.uuid4().hex[:8]}"
-            try:
-                shutil.copytree(run_dir, staging, symlinks=True)
-                os.rename(staging, to / run_dir.name)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+            with temporary_folder(to / run_dir.name) as staging:
+                copy = shutil.copytree(run_dir, staging / run_dir.name, symlinks=True)
+                os.rename(copy, to / run_dir.name)
             sync_folder(to)
             shutil.rmtree(run_dir)
 
