@@ -30,6 +30,7 @@ from gpt2lab.runs.console import doing, say
 from gpt2lab.runs.target import Target, find_target, is_run
 
 if TYPE_CHECKING:
+    from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
 
@@ -186,19 +187,17 @@ def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) ->
     from gpt2lab.lab.token_losses import describe_losses
 
     data = None
+    validation: MeasuresLoss
     if conversations is not None:
-        loss = evaluation.measure_loss(
-            subject,
-            AnswerLoss(
-                conversations,
-                val_tokens=subject.val_tokens,
-                batch_size=subject.request.batch_size,
-                strategy=subject.strategy,
-            ),
+        validation = AnswerLoss(
+            conversations,
+            val_tokens=subject.val_tokens,
+            batch_size=subject.request.batch_size,
+            strategy=subject.strategy,
         )
     else:
         data, validation = subject.runtime.on_all_ranks(lambda: evaluation.open_shards(subject))
-        loss = evaluation.measure_loss(subject, validation)
+    loss = evaluation.measure_loss(subject, validation)
     found.numbers |= loss.numbers()
     found.items[Path("validation.npz")] = loss.results
     if data is not None and subject.request.keep_token_losses:
