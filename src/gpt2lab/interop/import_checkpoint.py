@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -255,8 +256,7 @@ def _commit(
     origin = {"step": foreign.step, "imported": path.name, "sha256": sha256_of(path), "samples": 0}
     state = TrainState(step=foreign.step, history=(origin,)).with_val_loss(loss.val_loss)
     facts = facts_of(start, runtime)
-    folder = RunFolder(start.run_dir)
-    try:
+    with contextlib.closing(RunFolder(start.run_dir)) as folder:
         folder.write_config(record(config, start.chosen), facts, start.tokenizer_files)
         drafted = store.draft(
             start.run_dir,
@@ -272,6 +272,4 @@ def _commit(
         logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
         logger.close()
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
-    finally:
-        folder.close()
     return saved

@@ -182,26 +182,23 @@ def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
 
     Raises: DataError if the size does not fit, or if the ids are plainly wider; OSError.
     """
-    size = path.stat().st_size
-    width = np.dtype(DTYPES[dtype or "uint16"][0]).itemsize
-    is_inside = offset <= size
-    if is_inside and (dtype is None or width == 4) and looks_wider(path, offset, width=4):
+    is_told, dtype = dtype is not None, dtype or "uint16"
+    width = np.dtype(DTYPES[dtype][0]).itemsize
+    size = path.stat().st_size - offset
+    if size < 0 or size % width:
+        behind = f" after offset {offset}" if offset else ""
+        raise DataError(
+            f"{path}: {size} bytes{behind}; raw {dtype} tokens need a multiple of {width}"
+        )
+    if (width == 4 or not is_told) and looks_wider(path, offset, width=4):
         raise DataError(
             f"{path}: every second uint32 is almost 0, so these are 64-bit ids; write them again as uint32"
         )
-    if is_inside and dtype is None and looks_wider(path, offset):
+    if not is_told and looks_wider(path, offset):
         raise DataError(
             f"{path}: every second uint16 is almost 0, so these are 32-bit ids; import them with --dtype uint32"
         )
-    if not is_inside or (size - offset) % width:
-        behind = f" after offset {offset}" if offset else ""
-        kind = dtype or "uint16"
-        raise DataError(
-            f"{path}: {size - offset} bytes{behind}; raw {kind} tokens need a multiple of {width}"
-        )
-    return TokenFile(
-        path, "raw", (size - offset) // width, dtype or "uint16", offset, end_of_text="after"
-    )
+    return TokenFile(path, "raw", size // width, dtype, offset, end_of_text="after")
 
 
 def _read_metadata(path: Path) -> tuple[str, str, int]:

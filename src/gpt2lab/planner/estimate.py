@@ -7,6 +7,7 @@ The planner's reports, the trainer's estimate.json, --fit_schedule and the searc
 from __future__ import annotations
 
 import bisect
+import contextlib
 import datetime
 import functools
 import math
@@ -198,12 +199,10 @@ class EventCosts:
 @functools.cache
 def _count_items(path: Path | None) -> int:
     """Count the lines of a run's HellaSwag; as many as are published if it is not here yet."""
-    if path is None:
-        return HELLASWAG_ITEMS
-    try:
-        return max(1, read_regular(path, at_most=1 << 30, follow=True).count(b"\n"))
-    except OSError:
-        return HELLASWAG_ITEMS
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return max(1, read_regular(path, at_most=1 << 30, follow=True).count(b"\n"))
+    return HELLASWAG_ITEMS
 
 
 def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
