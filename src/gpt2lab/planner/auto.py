@@ -275,26 +275,25 @@ def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str,
             f"--gpus {count}, or --mini_batch_size auto instead of a preset"
         )
     chosen: dict[str, Any] = {}
-    found = _on_card(job, gpu, known)
     if "mini_batch_size" not in typed:
         typed_mode = "activation_checkpointing" in typed
         modes = (job.recompute,) if typed_mode else _MODES
         jobs = (job.with_settings(activation_checkpointing=mode) for mode in modes)
-        ways = [_on_card(one, gpu, known) for one in jobs]
-        found = _on_card(_largest_fitting(ways, name), gpu, known)
-        chosen["mini_batch_size"] = found.job.micro_batch
+        job = _largest_fitting([_on_card(one, gpu, known) for one in jobs], name)
+        chosen["mini_batch_size"] = job.micro_batch
         if not typed_mode:
-            chosen["activation_checkpointing"] = found.job.recompute
+            chosen["activation_checkpointing"] = job.recompute
+    found = _on_card(job, gpu, known)
     need = found.memory
     say(
-        f"--preset {name}: mini_batch_size {found.job.micro_batch}, activation_checkpointing "
-        f"{found.job.recompute}, {need.needed / GIB:.1f} of "
+        f"--preset {name}: mini_batch_size {job.micro_batch}, activation_checkpointing "
+        f"{job.recompute}, {need.needed / GIB:.1f} of "
         f"{(need.available or 0) / GIB:.1f} GiB, expect {found.throughput.value:,.0f} tokens/s "
         f"({found.throughput.low:,.0f} ... {found.throughput.high:,.0f}, 80 %)"
     )
     if need.fits is False:
         say(
-            f"warning: mini_batch_size {found.job.micro_batch} does not fit {gpu.name}; "
+            f"warning: mini_batch_size {job.micro_batch} does not fit {gpu.name}; "
             f"the largest that does is {need.largest_micro_batch or 0}"
         )
     _compare_with_this_machine(name, gpu, known)
