@@ -154,18 +154,15 @@ def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
     """Return the accuracy of earlier forecasts, a row for each that was compared, as JSON and as text."""
     rows = []
     for path in sorted(checkpoint_dir.glob(f"*/{FILE}")):
-        document = read_json(path)
-        if document is None or not isinstance(document.get("actual"), dict):
-            continue
-        try:
+        document = read_json(path) or {}
+        # Not compared yet, or of another version.
+        with contextlib.suppress(KeyError, TypeError):
             actual, predicted = document["actual"], document["estimate"]
             row = {"run": path.parent.name, "source": document["throughput"]["source"]}
             row |= {key: predicted[key] for key in _HOURS}
             row |= {"actual_hours": actual["hours"], "time_accuracy": actual["time_accuracy"]}
             if actual["time_accuracy"] is not None:  # of the length that was forecast
                 rows.append(row | {"inside_interval": actual["inside_interval"]})
-        except (KeyError, TypeError):
-            continue
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_source[row["source"]].append(row)
