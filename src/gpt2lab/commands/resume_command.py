@@ -148,12 +148,12 @@ def write(job: Job, *, output: Output) -> str:
 
     Raises: ConfigError for a job that would resume the same step each time that it is started again.
     """
-    if output == "slurm" and job.resume not in ("latest", "auto"):
-        raise ConfigError(
-            f"--output slurm: the job would go back to checkpoint {job.resume} each time that it is started again; "
-            f"resume it once with --output command, then write the job of {job.name}"
-        )
     if output == "slurm":
+        if job.resume not in ("latest", "auto"):
+            raise ConfigError(
+                f"--output slurm: the job would go back to checkpoint {job.resume} each time that it is started "
+                f"again; resume it once with --output command, then write the job of {job.name}"
+            )
         return write_slurm(job)
     command, folder = _command(job), _here()
     script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
