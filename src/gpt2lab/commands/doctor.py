@@ -12,7 +12,6 @@ estimate; the exit code is 3 if the run does not fit.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -31,11 +30,11 @@ from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine, reports
 from gpt2lab.planner.machine import GpuState
 from gpt2lab.planner.reports import GIB
-from gpt2lab.planner.request import JobFlags, Predictor, check_job
+from gpt2lab.planner.request import JobFlags, Predictor, check_job, given_flags
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers")
 _NOT_THROTTLED = (None, "0x0000000000000000", "0x0000000000000001")  # no event, or idle
-_OF_DOCTOR = ("json", "checkpoint_dir")  # flags that say nothing of a run to come
+_OF_DOCTOR = {"run", "json", "checkpoint_dir"}  # flags that say nothing of a run to come
 _COMMON = (  # flags of the short help
     *("run", "model", "gpu", "gpus", "mini_batch_size", "context_length", "parallel"),
     *("activation_checkpointing", "data_dir", "checkpoint_dir", "json"),
@@ -62,8 +61,7 @@ def main(argv: list[str]) -> int:
     if flags.run is not None:
         facts["run"] = _run(flags.run, flags.checkpoint_dir)
     needs = None
-    leaves = [leaf for leaf in dataclasses.fields(JobFlags) if leaf.name not in _OF_DOCTOR]
-    if any(getattr(flags, leaf.name) != leaf.default for leaf in leaves):
+    if set(given_flags(flags)) - _OF_DOCTOR:
         check_job(flags)
         predictor = Predictor(flags, hardware.load())
         needs = predictor.predict(predictor.job())

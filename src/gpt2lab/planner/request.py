@@ -158,10 +158,11 @@ class EstimateRequest(JobFlags):
     @property
     def names_a_job(self) -> bool:
         """Tell whether a flag describes a planned run."""
-        return not {*_given(self)} <= {*_ALONE, *_ANYWHERE}
+        return not {*given_flags(self)} <= {*_ALONE, *_ANYWHERE}
 
 
-def _given(request: JobFlags) -> list[str]:
+def given_flags(request: JobFlags) -> list[str]:
+    """Return the names of the flags that have another value than their default."""
     leaves = dataclasses.fields(request)
     return [leaf.name for leaf in leaves if getattr(request, leaf.name) != leaf.default]
 
@@ -172,7 +173,7 @@ def check_request(request: EstimateRequest) -> None:
     Raises: ConfigError with one line.
     """
     check_job(request)
-    given = _given(request)
+    given = given_flags(request)
     for alone in (name for name in _ALONE if name in given):
         if others := [name for name in given if name not in (alone, *_ANYWHERE)]:
             raise ConfigError(
@@ -186,7 +187,7 @@ def check_job(request: JobFlags) -> None:
 
     Raises: ConfigError with one line.
     """
-    given = _given(request)
+    given = given_flags(request)
     lengths = [f"--{name}" for name in LENGTHS if name in given]
     if len(lengths) > 1:
         raise ConfigError(both_set_length(lengths))
@@ -305,7 +306,7 @@ class Predictor:
         if request.fsdp_param_dtype == "bf16" and request.parallel != "fsdp":
             raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
         if request.profile is not None:
-            config = self.profile.applied(config, typed=_given(request))
+            config = self.profile.applied(config, typed=given_flags(request))
         order: Order | Mixture | None = None
         fingerprint: str | None = None
         if request.data_dir:
@@ -360,7 +361,7 @@ class Predictor:
             if request.profile is not None:
                 default = round(self.profile.tokens_per_parameter * count_parameters(config.model))
             tokens = (unique or default) if tokens is None else tokens
-            config = suit_length(config, _given(request), tokens, world_size=self.world_size)
+            config = suit_length(config, given_flags(request), tokens, world_size=self.world_size)
             batch = config.batch.total_batch_size
             steps = tokens // batch
             if steps < 1:
