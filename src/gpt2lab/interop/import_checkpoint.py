@@ -14,6 +14,7 @@ import torch
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.store import TrainState
+from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS
@@ -180,7 +181,7 @@ def _with_taken(
     rows = foreign.model.vocab_size
     if tokenizer is not None and tokenizer.size - 1 == tokenizer.end_of_text == rows:
         # nanoGPT's characters have no end of text: it gets a row that may be read, but takes no part in the softmax.
-        values |= {"vocab_size": -(-tokenizer.size // 128) * 128, "num_tokens": rows}
+        values |= {"vocab_size": fitting_rows(tokenizer.size), "num_tokens": rows}
     for entry in entries:
         values |= entry.settings
     if _given_length(request) is not None:

@@ -65,7 +65,7 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
             str(row["gpus"]),
             seconds(row["step_seconds"]),
             fmt.duration(3600 * row["hours"]),
-            "n/a" if row["efficiency"] is None else f"{row['efficiency']:.1%}",
+            fmt.number(row["efficiency"], ".1%"),
             "n/a" if row["usd"] is None else dollars(row["usd"]),
         ]
         for row in rows
@@ -114,7 +114,7 @@ def _cells(row: dict[str, Any], *, is_best: bool) -> list[str]:
         f"{fmt.duration(3600 * row['low_hours'])} ... {fmt.duration(3600 * row['high_hours'])}",
         "n/a" if row["usd"] is None else dollars(row["usd"]),
         "n/a" if row["usd"] is None else dollars(row["usd"] / row["tokens"] * 1e9),
-        "n/a" if row["loss"] is None else f"{row['loss']:.2f}",
+        fmt.number(row["loss"], ".2f"),
         {"does_not_fit": "no"}.get(row["verdict"], row["verdict"])
         or ("no memory" if row["fits_memory"] is False else ""),
     ]
