@@ -17,6 +17,7 @@ from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.interop.core import open_core
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, estimate_here, memory_here
+from gpt2lab.planner.estimate import Estimate, MemoryNeed
 from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs.console import Console
 from gpt2lab.training.extension import Planner
@@ -39,11 +40,13 @@ def print_plan(
     open_core(start)  # rejects what is no bundle
     if os.environ.get("RANK", "0") != "0":
         return 0
+    need = memory_here(start.config, start.plan, train_tokens=start.data.tokens("train"))
+    found = estimate_here(start)
     if as_json:
-        print(json.dumps(_as_json(start)))
+        print(json.dumps(_as_json(start, need, found)))
         return 0
     console = Console()
-    for label, text in _rows(start):
+    for label, text in _rows(start, need, found):
         console.print(f"{label:<14} {text}" if label else text)
     console.close(patience=None)
     if isinstance(start.data, InstructionData):
@@ -51,10 +54,8 @@ def print_plan(
     return 0
 
 
-def _as_json(start: Start) -> dict[str, Any]:
-    plan = start.plan
-    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
-    is_counted, found = not start.config.system.fsdp_offload, estimate_here(start)
+def _as_json(start: Start, need: MemoryNeed, found: Estimate | None) -> dict[str, Any]:
+    plan, is_counted = start.plan, not start.config.system.fsdp_offload
     return {
         "run_dir": str(start.run_dir),
         "parameters": plan.parameters,
@@ -84,11 +85,9 @@ def _as_json(start: Start) -> dict[str, Any]:
     }
 
 
-def _rows(start: Start) -> Iterator[tuple[str, str]]:
+def _rows(start: Start, need: MemoryNeed, found: Estimate | None) -> Iterator[tuple[str, str]]:
     """Yield what the plan is, each line with its label; the table of numbers has labels of its own."""
-    plan, found = start.plan, estimate_here(start)
-    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
-    is_counted = not start.config.system.fsdp_offload
+    plan, is_counted = start.plan, not start.config.system.fsdp_offload
     yield "run", paths.display_path(start.run_dir)
     yield "data", start.describe_data()
     yield from (("source", line) for line in start.describe_sources())
