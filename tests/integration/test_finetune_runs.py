@@ -139,9 +139,9 @@ def test_each_program_continues_its_own_runs(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"run whole was begun by gpt2lab finetune; continue it"):
         pretrain(parse(flags))
     flags = ResumeCommand(str(folder / "runs" / "whole"), num_gpus=2)
-    plan = plan_continuation(flags, ["--max_steps=9", "--allow_change=max_steps"])
-    assert "--nproc_per_node=2" in write(plan, output="command")
-    assert "src/finetune.py --resume latest" in write(plan, output="command")
+    _, job = plan_continuation(flags, ["--max_steps=9", "--allow_change=max_steps"])
+    assert "--nproc_per_node=2" in write(job, output="command")
+    assert "src/finetune.py --resume latest" in write(job, output="command")
 
 
 def test_a_run_that_no_longer_improves_stops_and_is_saved(folder, tmp_path):
