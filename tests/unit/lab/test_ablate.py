@@ -309,6 +309,7 @@ def _raise(*_: Any, **__: Any) -> None:
     [
         *(("--seed=3", (1,)), ("--resume=latest", (1,)), ("--max_lrr=1", (1,))),
         *(("--n_head=3", (1,)), ("--val_tokens=640", (1,)), ("--log_freq=9", (1, 1))),
+        ("--dry_run", (1,)),
     ],
 )
 def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
