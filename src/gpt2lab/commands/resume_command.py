@@ -105,7 +105,8 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> tuple["
     from gpt2lab.runs.target import find_run
     from gpt2lab.training.resolve import resolve
 
-    folder, nodes, gpus = find_run(flags.target, flags.checkpoint_dir), flags.nodes, flags.gpus
+    nodes, gpus = flags.nodes, flags.gpus
+    folder = find_run(flags.target, flags.checkpoint_dir, or_checkpoint=True)
     chosen, run_dir = "latest", folder
     if folder.name.startswith("step_") and (folder / "manifest.json").exists():
         chosen, run_dir = str(catalog.open_checkpoint(folder).step), folder.parent

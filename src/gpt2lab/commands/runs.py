@@ -298,7 +298,7 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None, *, sure: bool = Fal
         raise ConfigError(_NO_RUN)
     found: list[Path] = []
     for name in names:
-        typed = find_run(name, checkpoint_dir)
+        typed = find_run(name, checkpoint_dir, or_checkpoint=True)
         if sure and catalog.find_folder(name, paths.runs_folder(checkpoint_dir)) is None:
             raise ConfigError(
                 f"{name}: with --yes give the name in full: {paths.display_path(typed)}"

@@ -105,13 +105,16 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
     )
 
 
-def find_run(run: str, checkpoint_dir: Path | None = None) -> Path:
+def find_run(run: str, checkpoint_dir: Path | None = None, *, or_checkpoint: bool = False) -> Path:
     """Return the folder of a run, given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
 
-    Raises: ConfigError if there is no such folder.
+    Raises: ConfigError if there is no such folder, or it is a checkpoint's and not `or_checkpoint`.
     """
     folder = find_folder(run, paths.runs_folder(checkpoint_dir), hub=False)
     assert folder is not None  # no name on the Hub
+    if not or_checkpoint and (folder / manifest.MANIFEST).exists():
+        of_run = paths.display_path(folder.absolute().parent)
+        raise ConfigError(f"{run}: a checkpoint, and here a run is asked for: {of_run}")
     return folder
 
 

@@ -30,6 +30,8 @@ VERBS = (
 # What another test runs, or what needs a terminal or a network.
 ONLY_REFUSED = ("runs average", "runs rm", "runs archive", "runs sync", "serve", "compare R,")
 ONLY_REFUSED += ("ablate", "finetune")
+TAKES_CHECKPOINTS = ("runs rm", "runs archive", "runs resume-command", "evaluate", "chat", "sample")
+TAKES_CHECKPOINTS += ("serve", "export", "compare R ", "train --init_from", "finetune", "ablate")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,14 @@ def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder
     for words, (code, line) in found.items():
         assert (code, "\n" in line) == (2, False), words
         assert all(candidate in line for candidate in candidates), (words, line)
+
+
+def test_a_verb_of_runs_says_that_a_checkpoint_is_none(folder):
+    verbs = [verb for verb in VERBS if not verb.startswith(TAKES_CHECKPOINTS)]
+    lines = [[word.replace("R", "beta_1@4") for word in verb.split()] for verb in verbs]
+    found, _ = json.loads(worked(python("-c", ALL, json.dumps(lines), folder=folder)).stdout)
+    line = "beta_1@4: a checkpoint, and here a run is asked for: checkpoints/beta_1"
+    assert found == {" ".join(words): [2, line] for words in lines}
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if not verb.startswith(ONLY_REFUSED)])
