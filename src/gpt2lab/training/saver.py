@@ -54,7 +54,8 @@ class Saver:
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime = components.runtime
         self._draft: Callable[..., Draft] = lambda *of: store.draft(
-            *(start.run_dir, *of),
+            start.run_dir,
+            *of,
             facts=components.facts | {"average_from": components.average.begin},
             files=start.tokenizer_files,
         )
