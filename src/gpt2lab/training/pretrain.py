@@ -97,10 +97,10 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = _join(request)
     observers = Extensions(extensions, warn=_warn)
     folder: RunFolder | None = None
     try:
+        runtime = _join(request)
         start = start or _resolve(request, recipe, runtime, planner, observers, open_core)
         if start.is_complete:
             if runtime.rank == 0:
