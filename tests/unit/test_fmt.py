@@ -32,9 +32,7 @@ def test_a_count_has_a_unit_of_thousands(text, count):
     assert fmt.parse_count(text) == count
 
 
-@pytest.mark.parametrize(
-    "text", ["1/0", "6/2", "1e999999999", "1.5", "nan", "-", "", "2e19", "9" * 50]
-)
+@pytest.mark.parametrize("text", ["1/0", "6/2", "1e999999999", "1.5", "nan", "-", "", "9" * 50])
 def test_what_is_no_whole_number_is_no_count(text):
     with pytest.raises(ValueError, match="whole number"):
         fmt.parse_count(text)
