@@ -191,6 +191,8 @@ def python_program(folder: Path, patch: str) -> Path:
     source = f"""
 import sys
 sys.path.insert(0, {str(launch.REPOSITORY / "src")!r})
+from gpt2lab.training.stop import end_at_once_on
+end_at_once_on()
 {patch}
 from gpt2lab.commands.entry import run
 import train

@@ -22,6 +22,15 @@ def pipelined(folder: Path) -> Path:
     return python_program(folder, ahead)
 
 
+def test_row_11_a_survivor_says_what_it_saved_though_torchrun_ends_it(run, tmp_path):
+    """SIGTERM comes after the save and before the line, as on a busy machine."""
+    run.flags = NO_ROLLING
+    ends = "os.kill(os.getpid(), signal.SIGTERM)"
+    program = program_before(tmp_path, "gpt2lab.commands.entry", "_reject", ends)
+    assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
+    assert "another rank of this run died after step 14; that step is saved" in run.errors()
+
+
 def test_row_11_a_process_is_killed_while_a_step_is_in_flight(run, reference, tmp_path):
     """The survivor counts step 14, whose loss it had not read, logs it and saves it."""
     run.flags, program = NO_ROLLING, pipelined(tmp_path)

@@ -120,6 +120,7 @@ def pretrain(
             components = build(start, runtime, model, recipe)
             _train(components, signals, folder, began, observers, planner)
     except Exception as error:
+        signals.has_failed = True
         # The first update makes the optimizer's state, so that a step may fit until then and not after.
         cause = error.__cause__ if isinstance(error, PartialUpdateError) else error
         if isinstance(error, GPT2LabError) or not is_out_of_memory(cause):

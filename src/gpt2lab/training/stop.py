@@ -45,7 +45,8 @@ class Signals:
         # Tells whether another process commits a checkpoint for this one. Called in another thread.
         self.is_writing: Callable[[], bool] = lambda: False
         # Until the first step there is nothing to save. A program of its own ends then; the API's caller goes on.
-        self.ends_at_once = signal.getsignal(signal.SIGTERM) is end_at_once
+        self.ends_at_once = self._is_program = signal.getsignal(signal.SIGTERM) is end_at_once
+        self.has_failed = False  # a program has yet to print why
         self._committing = False
         self.asked_at = -SAME_REQUEST_SECONDS  # when, last, on the monotonic clock
         self._receiver, self._sender = socket.socketpair()
@@ -100,8 +101,13 @@ class Signals:
             self._committing = False
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers.
+
+        A program that failed ignores SIGTERM until it ends: torchrun sends it to a rank that survives another.
+        """
         signal.set_wakeup_fd(self._wakeup)
+        if self._is_program and self.has_failed:
+            self._handlers[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._sender.close()
