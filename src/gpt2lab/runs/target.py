@@ -114,7 +114,7 @@ def find_run(run: str, checkpoint_dir: Path | None = None, *, or_checkpoint: boo
     assert folder is not None  # no name on the Hub
     if not or_checkpoint and (folder / manifest.MANIFEST).exists():
         of_run = paths.display_path(folder.absolute().parent)
-        raise ConfigError(f"{run}: a checkpoint, and here a run is asked for: {of_run}")
+        raise ConfigError(f"{run}: a checkpoint, not a run; give {of_run}")
     return folder
 
 

@@ -89,7 +89,7 @@ def test_a_verb_of_runs_says_that_a_checkpoint_is_none(folder):
     verbs = [verb for verb in VERBS if not verb.startswith(TAKES_CHECKPOINTS)]
     lines = [[word.replace("R", "beta_1@4") for word in verb.split()] for verb in verbs]
     found, _ = json.loads(worked(python("-c", ALL, json.dumps(lines), folder=folder)).stdout)
-    line = "beta_1@4: a checkpoint, and here a run is asked for: checkpoints/beta_1"
+    line = "beta_1@4: a checkpoint, not a run; give checkpoints/beta_1"
     assert found == {" ".join(words): [2, line] for words in lines}
 
 
