@@ -174,7 +174,7 @@ def advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:
     flags = auto.choose_first_run(train, shortest, affordable=affordable)
     if not flags:
         few = f"too little text: {train:,} tokens to train on, {shortest:,} in a {of} shard"
-        return [f"{few}; prepare more text, or longer documents"]
+        return [f"{few}; prepare more text, longer documents, or more --val_tokens"]
     if planned(words(**flags))[0].disk_bytes > auto.FIRST_RUN_BYTES:
         flags |= {"keep_checkpoints": 1, "epoch_checkpoints": "off"}
     plan, found = planned(command := words(**flags))

@@ -327,7 +327,8 @@ class CoreOfRun:
             return None
         problem = keep_tasks(found, self.run_dir, step) if strategy.runtime.rank == 0 else None
         mean = [*found.numbers.values()][-1]
-        centered, numbers = mean["metrics"]["centered"], {key: mean[key] for key in ("n", "cut")}
+        centered = mean["metrics"]["centered"]
+        numbers = {"tasks": len(self.tasks), "n": mean["n"], "cut": mean["cut"]}
         return {"centered": centered["value"], "centered_se": centered["se"], **numbers}, problem
 
 

@@ -173,7 +173,7 @@ class Evaluator:
         cut = f", prompts of {numbers['cut']:,} cut" if numbers["cut"] else ""
         self.logger.say(
             f"{self.step_of(state)} | CORE {numbers['centered']:.4f} +- {fmt.number(numbers['centered_se'])} "
-            f"on {numbers['n']:,} items{cut} | {fmt.duration(seconds)}"
+            f"on {numbers['n']:,} items of {numbers['tasks']} tasks{cut} | {fmt.duration(seconds)}"
         )
         return True
 

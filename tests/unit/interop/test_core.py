@@ -143,6 +143,7 @@ def test_training_scores_it_as_evaluate_does_and_trains_the_same_bits(folder):
     for event, tasks in zip(events.values(), kept, strict=True):
         mean = tasks["core"]["metrics"]["centered"]
         assert (event["centered"], event["centered_se"]) == (mean["value"], mean["se"])
+        assert event["tasks"] == len(tasks) - 1
         assert (event["n"], event["cut"]) == (tasks["core"]["n"], tasks["core"]["cut"])
     found = evaluate(Evaluate("a", runs, core=folder / "bundle.zip"))
     assert found["tasks"] == kept[1]
