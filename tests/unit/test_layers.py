@@ -1,4 +1,4 @@
-"""The rings of the code: which package may import which, and what must answer without torch."""
+"""The layers of the code: which package may import which, and what must answer without torch."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gpt2lab"
 
-# The core, top first: a room imports only from itself and from rooms above it, and never from a satellite.
+# The core, top first: a package imports only from itself and from those above it, and never from a satellite.
 CORE = [
     *("errors", "paths", "fmt", "files", "config", "tokenizers", "model", "optim", "distributed"),
     *("checkpoint", "data", "runs", "evaluation", "training"),
@@ -38,7 +38,7 @@ LATE = {"planner.forecast", "training.resolve", "training.recipe", "finetuning.r
 LATE.add("commands.dry_run")
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.
 COMPUTING = {"commands.preflight"}
-# What stands before the layers: the API, whose names are imported when they are used, and the entry points.
+# Before the layers: the API, whose names are imported when they are used, and the entry points.
 ENTRANCES = {"", "__main__", "train", "finetune"}
 HEAVY = {"torch", "datasets", "huggingface_hub", "matplotlib", "transformers"}
 HEAVY.add("pandas")
