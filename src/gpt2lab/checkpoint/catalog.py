@@ -231,7 +231,7 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     if not newer:
         return []
     aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}"
-    if aside.exists():  # twice within a second
+    if aside.exists():  # the second time within a second
         aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:4]}")
     aside.mkdir()
     names = [folder.name for folder in newer]
@@ -264,14 +264,14 @@ def retain(
         kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
     if deleted and len(infos) - len(deleted) < 2:
-        manifests.verify(infos[-1].path)  # the only one left must be sound
+        manifests.verify(infos[-1].path)  # the only one left must be intact
     for info in deleted:
         for label in info.labels:
             (run_dir / LABELS / label).unlink(missing_ok=True)
         faultpoint("retain.before_delete", infos[-1].step)
         doomed = run_dir / f".del-{info.path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(info.path, doomed)  # one rename: no reader sees half a checkpoint
-        sync_folder(run_dir)  # nor does one after a power cut, which may spare the deletions alone
+        sync_folder(run_dir)  # nor after a power cut that keeps the deletions but not the rename
         faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]

@@ -42,7 +42,7 @@ def _fail(action: str, seconds: str | None, place: str) -> None:
     if action == "kill9":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "term":
-        # To this thread, so that it is seen before the next line.
+        # To this thread, so that it is handled before the next line.
         signal.raise_signal(signal.SIGTERM)
     elif action == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)

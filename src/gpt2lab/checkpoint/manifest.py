@@ -80,10 +80,10 @@ class Draft:
 
 
 def commit(run_dir: Path, draft: Draft) -> None:
-    """Write a checkpoint and commit it by one rename: the one way to do so, in the trainer and in its writer process.
+    """Write a checkpoint and commit it by one rename; the trainer and its writer process both call this.
 
-    Raises: OSError; nothing then has changed on disk, unless the folder of the step is there: then only the flush of
-    its name failed.
+    Raises: OSError; then nothing has changed on disk, unless the step's folder exists: then only the flush of its name
+    failed.
     """
     step, files = draft.step, {}
     folder = run_dir / f".tmp-{step:08d}-{uuid.uuid4().hex[:8]}"
@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise file.rejected(f"format {manifest['format']!r}, this version reads {FORMAT!r}")
     if manifest["manifest_sha256"] != _hash_of(manifest):
         raise file.rejected("damaged (its own hash does not match)")
-    # A hash does not prove intent: it may have been recomputed.
+    # A hostile file may carry a recomputed hash, so the values are checked too.
     file.check(manifest, _REQUIRED, _OPTIONAL)
     file.check(manifest["environment"], {"world_size": SIZE}, where="environment: ")
     if manifest.get("initial_weights"):

@@ -144,7 +144,7 @@ WINDOW = 128  # losses that a new one is compared with, as in OLMo, levanter and
 
 
 def extend(recent: tuple[float, ...], loss: float) -> tuple[float, ...]:
-    """Return the window with one loss more. Spikes enter too: a lasting rise is no spike."""
+    """Return the window with one more loss. Spikes are included, so that a lasting rise is no spike."""
     return (*recent, loss)[-WINDOW:] if math.isfinite(loss) else recent
 
 
@@ -154,7 +154,7 @@ class Content:
 
     model: Tensors  # "wte.weight"
     optimizer: Tensors  # "wte.weight/exp_avg"
-    is_finite: bool = True  # of every weight: others must never become the newest checkpoint
+    is_finite: bool = True  # every weight is; other weights must never become the newest checkpoint
 
 
 def collect(
@@ -316,7 +316,7 @@ def _serialized(tensors: Tensors) -> list[bytes | memoryview]:
 
 
 def _now_after(run_dir: Path) -> float:
-    """Return the time, but later than that of every checkpoint of the run: copies are ordered by it, clocks go back."""
+    """Return the time, at least later than every checkpoint of the run: it orders copies, and clocks can go back."""
     infos, _ = catalog.list_checkpoints(run_dir, labels={})
     return max([time.time(), *(info.created + 0.001 for info in infos)])
 

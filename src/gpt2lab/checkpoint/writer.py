@@ -33,7 +33,7 @@ _SIGNALS_OF_TRAINER = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP),
 )
 
-Place = bytes | tuple[int, int]  # of a part of a file: itself, or its begin and end in the buffer
+Place = bytes | tuple[int, int]  # a part of a file: its bytes, or their begin and end in the buffer
 Files = dict[str, list[Place]]
 
 
@@ -168,9 +168,8 @@ def serve(connection: Connection, memory: memoryview) -> None:
             error = _commit(*jobs.get(), memory)
             connection.send((time.monotonic(), error))
 
-    with suppress(
-        EOFError, OSError, RuntimeError
-    ):  # no room for a thread: the trainer says that it ended
+    # RuntimeError: no memory for a thread; the trainer then reports that this process ended.
+    with suppress(EOFError, OSError, RuntimeError):
         threading.Thread(target=work, daemon=True).start()
         while True:
             jobs.put(connection.recv())

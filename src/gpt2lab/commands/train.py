@@ -40,7 +40,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
         return _save_config(request, recipe, actions.save_config)
-    if place.checkpoint_mirror is not None:  # rejected before anything is asked of it
+    if place.checkpoint_mirror is not None:  # rejects a wrong URL
         from gpt2lab.mirror.storage import connect
 
         connect(place.checkpoint_mirror, place.run_name or "new")
@@ -59,9 +59,10 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
         from gpt2lab.interop.core import open_core
         from gpt2lab.training.resolve import resolve
 
-        # Before torch. Of a resume that keeps its batch the ranks alone read every byte of the checkpoint.
+        # Reject what cannot work before ranks import torch. A resume that keeps its batch is left to the ranks, so that
+        # the checkpoint's bytes are read once.
         open_core(resolve(request, recipe, world_size=ranks, set_aside=False, planner=planner))
-    # From here on torch is imported: seconds that the actions above do not owe.
+    # From here on torch is imported, which takes seconds; the actions above do without.
     if starts_ranks:
         return launch(argv, recipe_name, ranks)
     if actions.preflight:
@@ -82,7 +83,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 def run(
     request: RunRequest, recipe: Recipe, *, planner: TrainingPlanner, began: float | None = None
 ) -> Path | None:
-    """Train, with everything that surrounds a run; return the run's folder where this is the only process.
+    """Train with all extensions; return the run's folder if this is the only process.
 
     `began`: see `pretrain`.
 
@@ -95,7 +96,7 @@ def run(
 
     surroundings, start = extensions(), None
     if "RANK" not in os.environ:
-        # A single rank rejects what cannot work before it imports torch, which takes seconds.
+        # A single rank rejects what cannot work before it imports torch.
         if planner.measures(request):  # which needs torch
             open_core(resolve(request, recipe, world_size=1, set_aside=False, planner=planner))
         else:
@@ -143,7 +144,7 @@ def planner_of(actions: Actions) -> TrainingPlanner:
 
 
 def extensions() -> list[Extension]:
-    """Return what surrounds a run."""
+    """Return the extensions of a run."""
     from gpt2lab.lab.token_losses import TokenLossKeeper
     from gpt2lab.mirror.extension import CheckpointMirror
     from gpt2lab.planner.forecast import ForecastExtension

@@ -76,7 +76,7 @@ class Loader:
                 waiting.append(next(begun))
                 yield dataclasses.replace(batch, wait_seconds=time.monotonic() - asked)
         finally:
-            # Wait for it: a thread that is inside torch when the interpreter ends aborts the process.
+            # Wait for the thread: if it is inside torch when the interpreter ends, the process aborts.
             thread.shutdown(cancel_futures=True)
             self.reader.close()
 

@@ -14,7 +14,7 @@ from gpt2lab.errors import DataError
 Shuffle = Literal["shards", "windows", "none"]
 # A run keeps the version that it began with; manifests and `begin` events without one mean the first.
 VERSION = 2
-_ROUNDS = {1: 4, 2: 8}  # with 4, windows stayed neighbours up to 1.3 times as often as by chance
+_ROUNDS = {1: 4, 2: 8}  # with 4, neighbours stayed neighbours up to 1.3 times as often as by chance
 
 
 class Order:
@@ -80,7 +80,7 @@ class Order:
 
 
 def _permute(index: np.ndarray, size: int, *, key: tuple[int, int], rounds: int) -> np.ndarray:
-    """Map each index in [0, size) to its place in a permutation that is never written down.
+    """Map each index in [0, size) to its place in a permutation that is never stored.
 
     A Feistel network over the next even number of bits, walked along its cycle until the value is below `size`
     (at most 4 tries on average). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".

@@ -24,7 +24,7 @@ from gpt2lab.model.loss import (
     token_losses,
 )
 
-# Of the fp32 logits that an evaluation holds at a time; their log-softmax takes as much again.
+# Size of the fp32 logits that an evaluation holds at a time; their log-softmax takes as much again.
 LOGITS_BYTES = 2**28
 _EMBEDDINGS = ("wte.weight", "wpe.weight")
 
@@ -76,8 +76,8 @@ class Linear(nn.Linear):
 class SumsBiasByRow(torch.autograd.Function):
     """A linear layer that sums the gradient of its bias over T, then over B.
 
-    autograd sums B * T rows at once. Inductor splits so long a sum in a way that no longer fits the kernel which writes
-    these rows (GELU's backward pass, the joining of q, k and v), and reads them from memory again; a sum over T fits.
+    autograd sums B * T rows at once. Inductor splits so long a sum into a separate kernel, which reads the rows from
+    memory again; a sum over T is fused with the kernel that writes them (GELU's backward pass, the joining of q, k, v).
     """
 
     @staticmethod
@@ -126,9 +126,8 @@ def attend(
     """Map queries (B, H, T, D) and keys and values (B, H, S, D) to (B, H, T, D).
 
     Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true; a single query is the last
-    position and attends to all. `scale`: of the scores, default 1 / sqrt(D). A compiled CPU step takes a form that CPUs
-    compute faster, equal up to rounding; all else takes torch's own, so --compile off is the plain reference, with its
-    bits and its memory.
+    position and attends to all. `scale`: of the scores, default 1 / sqrt(D). A compiled CPU step uses a form that is
+    faster on CPUs, equal up to rounding; all else uses torch's function, so --compile off is the plain reference.
     """
     is_plain = mask is None and dropout == 0.0 and q.size(2) == k.size(2) <= _MATMUL_UP_TO
     if torch.compiler.is_compiling() and q.device.type == "cpu" and is_plain:
@@ -327,7 +326,7 @@ class GPT(nn.Module):
         return soft_cap(F.linear(hidden, *self.head_weights), self.config.logit_cap)
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
+        """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf."""
         weight, bias = self.head_weights
         mask = padding_bias(weight, self.config.num_tokens)
         if bias is None and not self.config.logit_cap:
@@ -354,7 +353,7 @@ class GPT(nn.Module):
             (weight, bias), config = self.head_weights, self.config
             hidden, more = self.ln_f(stream), (config.num_tokens, bias, config.logit_cap)
             return head_cross_entropy_sum(hidden, weight, targets, *more, self.loss_kernel)
-        # No name holds the fp32 hidden states: they are freed once the head has its bf16 copy.
+        # No variable holds the fp32 hidden states, so they are freed once the head has its bf16 copy.
         return cross_entropy_sum(self.masked_logits(self.ln_f(stream)), targets)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

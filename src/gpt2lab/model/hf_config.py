@@ -57,7 +57,7 @@ def model_type_of(config: ModelConfig) -> str:
 def read_hf_config(folder: Path) -> ModelConfig:
     """Return the shape that config.json describes.
 
-    Raises: CheckpointError naming the first setting under which the network would be another.
+    Raises: CheckpointError naming the first setting that our network does not support.
     """
     file = JsonFile(folder / HF_CONFIG, CheckpointError, follow=True)
     path, values = file.path, file.read()
@@ -93,7 +93,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     own = None
     with contextlib.suppress(DataError):  # weights need no tokenizer
         own = find_in(folder)
-    # Without a tokenizer beside them, rows that suit GPT-2's are GPT-2's.
+    # Without a tokenizer beside the weights, up to 50,304 rows are taken for GPT-2's vocabulary.
     num_tokens = NUM_TOKENS if vocab_size <= PADDED_VOCABULARY else vocab_size
     config = ModelConfig(
         n_layer=n_layer,

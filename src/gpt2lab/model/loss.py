@@ -1,6 +1,6 @@
 """Next-token cross-entropy, summed: the caller divides once, by the number of targets in the global batch.
 
-Compiled steps take a fused form of head and loss that holds the logits once; all else takes the plain one.
+Compiled steps use a fused form of head and loss that holds the logits once; all else uses the plain one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ Kernel: TypeAlias = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def padding_bias(weight: Tensor, num_tokens: int) -> Tensor | None:
-    """Return what added to the logits of the head's `weight` (V, C) takes its padding rows out of the softmax, (V,).
+    """Return a bias (V,) for the logits of the head's `weight` (V, C) that removes padding rows from the softmax.
 
-    Padding are the rows from `num_tokens` up. None without such rows. Masking the logits themselves would hold them
-    twice.
+    Rows from `num_tokens` up are padding. None if there are none. Masking the logits themselves would hold them twice.
     """
     if weight.size(0) <= num_tokens:
         return None
@@ -59,7 +58,7 @@ def head_cross_entropy_sum(
 ) -> Tensor:
     """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding.
 
-    `bias` (V,) and `cap` are the head's, if it has them; without them and with 16-bit logits `kernel` may do the loss.
+    `bias` (V,) and `cap` are the head's; without them and with 16-bit logits, `kernel` may compute the loss.
 
     For compiled calls: uncompiled, it would hold several tensors as large as the logits.
     """
@@ -96,7 +95,7 @@ class GradientInForward(torch.autograd.Function):
             return losses.sum()
         padding = padding_bias(weight, num_tokens)
         is_plain = bias is None and not cap
-        # The mask rides on the product: added to the logits it would cost each of them an instruction.
+        # The mask is the product's bias: adding it to the logits would cost an instruction for each.
         logits = F.linear(hidden, weight, padding if is_plain else bias)  # (N, V)
         scores, target = soft_cap(logits, cap).float(), targets[:, None]
         if padding is not None and not is_plain:
@@ -105,7 +104,7 @@ class GradientInForward(torch.autograd.Function):
         top = scores.amax(1, keepdim=True)
         powers = (scores - top).exp()
         total = powers.sum(1, keepdim=True)  # (N, 1)
-        # Not read from the logits: so the compiled gradient can take their memory.
+        # Computed again, not read from the logits, so that the compiled gradient can reuse their memory.
         row = weight.to(logits.dtype)[targets.clamp(min=0)]  # (N, C)
         of_target = (hidden.to(logits.dtype).float() * row.float()).sum(1, keepdim=True)  # (N, 1)
         if bias is not None:
@@ -127,7 +126,7 @@ class GradientInForward(torch.autograd.Function):
         hidden, weight, grad, of_bias = ctx.saved_tensors
         of_bias = None if of_bias is None else of_bias * factor
         after: Tensor | float = factor
-        if grad.dtype == torch.float16:  # whose range needs the loss scale before the sums
+        if grad.dtype == torch.float16:  # its range is small: apply the loss scale before the sums
             grad, after = grad * factor, 1.0
         of_hidden = (grad @ weight.to(grad.dtype)).to(ctx.dtype) * after
         of_weight = None

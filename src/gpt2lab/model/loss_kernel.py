@@ -98,7 +98,7 @@ def choose(model: GPT, dtype: Dtype) -> str | None:
 
 
 def _error(device: torch.device, V: int, num_tokens: int, dtype: torch.dtype) -> float:
-    """Return how far the kernel is from the plain loss: of a row's loss and of its gradient, the larger."""
+    """Return the kernel's largest error against the plain loss, in a row's loss or its gradient."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(16, V, generator=generator, device=device).mul_(4).to(dtype)
     targets = torch.linspace(-1, min(num_tokens, V) - 1, 16, device=device).long()

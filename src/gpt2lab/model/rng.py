@@ -44,7 +44,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 def restore(states: dict[str, Any], device: torch.device) -> None:
     """Restore captured states of the generators.
 
-    Raises: LookupError, TypeError, ValueError, ArithmeticError or RuntimeError if they are none.
+    Raises: LookupError, TypeError, ValueError, ArithmeticError or RuntimeError if they are invalid.
     """
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))

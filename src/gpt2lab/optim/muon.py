@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Rounds, and their coefficients of x, x^3 and x^5: steep at 0, so that few suffice; or such that 1 is their limit.
+# Rounds, and their coefficients of x, x^3 and x^5: `fast` is steep at 0, so few suffice; `exact` converges to 1.
 NEWTON_SCHULZ = {"fast": (5, (3.4445, -4.7750, 2.0315)), "exact": (12, (2.0, -1.5, 0.5))}
 MOMENTUM = 0.95
 ROW_MOMENTUM = 0.95  # NorMuon's
@@ -23,8 +23,8 @@ _TINY = 1e-20  # for rows without a gradient
 def orthogonalize(matrices: torch.Tensor, how: str = "fast") -> torch.Tensor:
     """Bring the singular values of matrices (n, rows, columns) near 1 by Newton-Schulz iterations.
 
-    fast: those above 0.2 % of a matrix's Frobenius norm end between 0.68 and 1.21, smaller ones below: 0.24 from
-    0.05 %. exact: those above 0.1 % end within 1e-5 of 1. The matrices keep their dtype.
+    fast: those above 0.2 % of a matrix's Frobenius norm end between 0.68 and 1.21, smaller ones lower: 0.05 % ends
+    at 0.24. exact: those above 0.1 % end within 1e-5 of 1. The matrices keep their dtype.
     """
     rounds, (a, b, c) = NEWTON_SCHULZ[how]
     tall = matrices.size(1) > matrices.size(2)

@@ -148,7 +148,7 @@ def assert_partition(
 
 
 def can_reject_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `reject_on_device` works: for Muon and fused AdamW, of full or of sharded weights."""
+    """Tell whether `reject_on_device` works: for Muon and fused AdamW, with full or sharded weights."""
     if isinstance(optimizer, AdamW):
         return all(group["fused"] for group in optimizer.param_groups)
     return isinstance(optimizer, Muon)
@@ -190,7 +190,7 @@ class LossScale:
     """What an fp16 run multiplies its loss by, so that fp16 does not round small gradients to 0.
 
     The rule and the numbers are torch.amp.GradScaler's, which looks for infinities in the gradients that a rank holds;
-    here the norm tells of them, which all ranks share. The device holds the scale: nothing waits.
+    here the norm shows them, and all ranks have the same norm. The device holds the scale: nothing waits.
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
     """
 

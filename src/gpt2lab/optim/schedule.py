@@ -8,7 +8,7 @@ from gpt2lab.config.schema import OptimConfig
 
 
 def muon_scale(optim: OptimConfig) -> float:
-    """Return by how much Muon's learning rate is larger than AdamW's, all along the schedule."""
+    """Return the ratio of Muon's learning rate to AdamW's, the same at every step."""
     return 1.0 if optim.muon_lr is None else optim.muon_lr / optim.max_lr
 
 
@@ -17,9 +17,9 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
 
     Linear from 0 over `warmup_steps`, then a decay that starts at max_lr and reaches min_lr at max_steps:
     half a cosine (Brown et al. 2020, appendix B), a line, or warm-up-stable-decay (Hu et al. 2024,
-    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run, and falls in a line or by 1 - sqrt
-    (Hägele et al. 2024, arXiv:2405.18392). A trapezoid does so in a line, and would reach min_lr at max_steps + 1, so
-    that the last step still learns (modded-nanogpt).
+    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run, and falls linearly or as 1 - sqrt
+    (Hägele et al. 2024, arXiv:2405.18392). A trapezoid falls linearly and would reach min_lr at max_steps + 1, so that
+    the last step still learns (modded-nanogpt).
 
     Raises: ValueError if warm-up and minimum rate are not resolved to numbers.
     """

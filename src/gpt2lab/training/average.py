@@ -38,9 +38,9 @@ class TailAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after `step`, of this rank's rows alone; nothing waits for the device."""
+        """Add the weights after `step` to the mean, only this rank's rows; nothing waits for the device."""
         held = [pair for optimizer in self._optimizers for pair in optimizer.state.items()]
-        if not self.num_steps(step) or not held:  # or every step so far was skipped
+        if not self.num_steps(step) or not held:  # no state: every step so far was skipped
             return
         if AVERAGE not in held[0][1]:
             self.begin = step - 1
@@ -54,7 +54,7 @@ class TailAverage:
 
     @contextlib.contextmanager
     def in_weights(self) -> Iterator[None]:
-        """Exchange the weights and their mean, and back to the same bits; all ranks enter together."""
+        """Swap the weights with their mean, and back afterwards to the same bits; all ranks enter together."""
         self._exchange()
         try:
             yield

@@ -72,7 +72,7 @@ class Control:
         reason = self.has_ended
         if failed:
             error = next(one for one in self._runtime.gather(error) if one is not None)
-            error.is_local = False  # from here on everyone's
+            error.is_local = False  # all ranks raise it
         if stop:
             reason = "STOP file" if stop == _STOP_FILE_CODE else signal.Signals(stop).name
         elif due:
@@ -84,7 +84,7 @@ class Control:
         return self.agree().stop not in (None, self.has_ended)
 
     def _look(self) -> int:
-        """Take up what asks this rank to save or stop; return the place of a due deadline in REASONS, from 1, or 0.
+        """Collect requests to save or stop; return the index of a due deadline in REASONS, counted from 1, or 0.
 
         The files STOP and SAVE are removed, so that the next start is not stopped too.
         """

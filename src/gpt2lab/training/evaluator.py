@@ -24,7 +24,7 @@ from gpt2lab.training.components import Components, Session
 
 
 class Evaluator:
-    """The evaluations of one run; a request to stop cuts each of them short."""
+    """The evaluations of one run; a request to stop ends each of them early."""
 
     def __init__(
         self, components: Components, session: Session, hellaswag: HellaSwag | None
@@ -50,13 +50,13 @@ class Evaluator:
         return f"step {state.step}/{self.progress.last_step}"
 
     def is_possible(self, name: str) -> bool:
-        """Tell whether this run can measure `eval`, `hellaswag`, `core` or `sample`; a checkpoint is not measured."""
+        """Tell whether this run can measure `eval`, `hellaswag`, `core` or `sample`; `checkpoint` is no measurement."""
         needs = {"hellaswag": self.hellaswag, "core": self.core, "sample": self.tokenizer}
         return name == "eval" or needs.get(name) is not None
 
     @contextlib.contextmanager
     def weights(self, state: TrainState, use: str) -> Iterator[GPT]:
-        """Hand out the model with all its weights, and say meanwhile what they are used for."""
+        """Yield the model with all its weights; meanwhile the console says what they are used for."""
         announced = self.logger.waiting(f"{self.step_of(state)} | {use}")
         with announced, self.strategy.full_model(self.model) as model:
             yield model
@@ -83,12 +83,12 @@ class Evaluator:
         return state if others[name](state) else None
 
     def evaluate(self, state: TrainState) -> TrainState | None:
-        """Return the state with the validation loss of the weights as they are, None if all were asked to stop.
+        """Return the state with the validation loss of the current weights, None if a request to stop came first.
 
         Raises: NonFiniteError.
         """
         began = time.monotonic()
-        # Without a better loss an evaluation may be the last long before the last step.
+        # Early stopping may make this the last evaluation.
         may_be_last = state.step == self.progress.last_step or self.is_over(state)
         with self.weights(state, f"evaluating {self.val_tokens:,} tokens") as model:
             result = self.validation.measure(
@@ -127,14 +127,14 @@ class Evaluator:
         return {"val_loss_average": result.val_loss}
 
     def is_over(self, state: TrainState) -> bool:
-        """Tell whether the last evaluations in a row brought nothing: a function of the state, so a resume agrees."""
+        """Tell whether early stopping ends the run: a function of the state alone, so a resume decides alike."""
         patience, freq = self.config.eval.early_stopping_patience, self.config.eval.eval_freq
         if not patience or not freq or state.best_step is None:
             return False
         return state.step - state.best_step >= patience * freq
 
     def evaluate_hellaswag(self, state: TrainState) -> bool:
-        """Measure HellaSwag accuracy of the weights as they are; tell whether it came to an end."""
+        """Measure HellaSwag accuracy with the current weights; tell whether it was completed."""
         assert self.hellaswag is not None
         began = time.monotonic()
         with self.weights(
@@ -157,7 +157,7 @@ class Evaluator:
         return True
 
     def evaluate_core(self, state: TrainState) -> bool:
-        """Score the weights as they are on the tasks of CORE; tell whether it came to an end."""
+        """Score the current weights on the tasks of CORE; tell whether that was completed."""
         assert self.core is not None
         began, interrupted = time.monotonic(), self.control.is_interrupted
         with self.weights(state, "scoring CORE") as model:
@@ -178,7 +178,7 @@ class Evaluator:
         return True
 
     def keep(self, results: Results, step: int) -> None:
-        """Have an evaluation kept unit by unit, for `gpt2lab compare`."""
+        """Write an evaluation's results unit by unit, for `gpt2lab compare`."""
         if self.runtime.rank != 0:
             return
         path = file_of_step(self.run_dir, results.kind, step)
@@ -188,7 +188,7 @@ class Evaluator:
             self.logger.warn(f"{path}: not written ({error.strerror})", step)
 
     def sample(self, state: TrainState) -> bool:
-        """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
+        """Continue the run's prompt on rank 0 while the other ranks wait; tell whether that was completed."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
         use = f"writing a sample of {self.config.eval.sample_tokens} tokens"

@@ -1,4 +1,4 @@
-"""What surrounds a run may observe it at six moments; it cannot change a number, an order or a decision. No torch.
+"""Extensions observe a run at six moments; they cannot change a number, an order or a decision. No torch.
 
 TensorBoard, trackers, the mirror of checkpoints, the forecast and the losses of tokens are extensions.
 `commands/train.py` makes the list. A failure of an extension is one warning, and the run continues without it.
@@ -45,9 +45,9 @@ class Extension:
     """Observes a run, on rank 0; only `resolved` is called on every rank."""
 
     def requested(self, request: RunRequest) -> None:
-        """Called before anything of the run is looked at.
+        """Called before anything of the run is read.
 
-        Raises: GPT2LabError to reject the start: the one moment at which an error counts.
+        Raises: GPT2LabError to reject the start; later errors are warnings.
         """
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:

@@ -1,6 +1,6 @@
 """Bad updates and bad ranks: losses that are not finite, loss spikes, slow ranks, weights that differ between ranks.
 
-The window of recent losses is part of the saved state, so a resumed run decides as one that was never stopped.
+The window of recent losses is part of the saved state, so a resumed run decides like one that was never stopped.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
 
 
 def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
-    """Tell whether a finite loss is a spike; a loss that is not finite is handled apart."""
+    """Tell whether a finite loss is a spike; a loss that is not finite is handled separately."""
     z = z_score(loss, recent) if math.isfinite(loss) else None
     return z is not None and z > LIMIT
 
 
-MOST_NON_FINITE = 4  # in a row: one can be chance, four are not
+MOST_NON_FINITE = 4  # in a row: one may be chance, four are not
 
 
 def why_host_decides(
@@ -110,7 +110,7 @@ def report_health(
 # -- rewind ------------------------------------------------------------------------------------------------------------
 
 REWIND_STEPS = 100  # before the spike, where there is a checkpoint that old: later weights may be damaged already
-MOST_REWINDS = 10  # of one run: so many spikes have another cause than the data
+MOST_REWINDS = 10  # of one run: more spikes are not caused by the data
 
 
 def rewind(
@@ -221,7 +221,7 @@ class Crowding:
         self._logger, self._next = logger, 0.0
 
     def note(self, step: int) -> None:
-        """Look, every few seconds; the last look of a minute in which all were crowded warns."""
+        """Check the machine every few seconds; warn if all checks of one minute found it crowded."""
         if not self._looks or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 60 / MINUTE_OF_LOOKS

@@ -2,7 +2,7 @@
 
 Each rank writes its phase to a small file in the run's folder and watches itself with a thread. When a phase lasts too
 long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks, saves the last
-complete step and ends the process: a hang becomes a crash, which a restart cures.
+complete step and ends the process: a hang becomes a crash, after which a restart continues.
 
 Time in which this process itself was stopped (SIGSTOP, Ctrl+Z, a frozen container or machine) is no hang. The
 watching thread misses its beats then, so each interval between beats counts at most twice its normal length.
@@ -28,11 +28,11 @@ from gpt2lab.runs.console import finish_stderr
 FOLDER = "heartbeat"
 EXIT_CODE = 78
 _BEAT_SECONDS = 2.0
-_FIRST_TIME = 3  # a phase seen for the first time may compile, read from a cold disk, ...
-_SAY_SECONDS = 5.0  # for which a stderr that hangs is waited for, after the rescue
+_FIRST_TIME = 3  # times hang_seconds, for a phase's first time: it may compile
+_SAY_SECONDS = 5.0  # to wait for a stderr that hangs, after the rescue
 _SLOWER = 10  # a phase is given this many times the longest that it has taken
 
-# In the order of a step: who is furthest behind is the one that the others wait for.
+# In the order of a step: the others wait for the rank that is furthest behind.
 PHASES = ("reading data", "agreeing", "training", "comparing weights", "measuring", "saving")
 _BEAT = {
     **dict.fromkeys(("rank", "step"), COUNT),
@@ -61,7 +61,7 @@ class Heartbeat:
         self._folder, self._rank, self._world_size = run_dir / FOLDER, rank, world_size
         self._hang_seconds, self._tell = hang_seconds, tell
         self._pause = min(_BEAT_SECONDS, hang_seconds / 4)
-        # One object each, so that no thread sees one phase with another's age.
+        # Each is one object: a thread that reads it never sees one phase with another's age.
         self._last_beat = (time.monotonic(), 0.0)  # when, and what the clock said
         self._now = (0, PHASES[0], self._clock())
         self._longest: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Heartbeat:
         self._now = (step, phase, now)
 
     def expect(self, phase: str, seconds: float) -> None:
-        """Say that a phase may last so long, though it did not yet."""
+        """Allow a phase to last so long, although it has not yet."""
         self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
 
     @property
@@ -126,7 +126,7 @@ class Heartbeat:
                 self._write(step, phase, lasts)
             is_late = lasts > self.limit_seconds(phase)
             is_late |= phase == "training" and self.is_out_of_time()
-            # What was seen may be over: writing takes its time on a slow disk.
+            # The phase may have ended: writing takes long on a slow disk.
             if is_late and seen is self._now:
                 report = self.report()
                 said = _say(f"error: rank {self._rank}: {report}\n{stacks()}")

@@ -38,7 +38,7 @@ class Place:
 def locate(request: RunRequest, *, set_aside: bool) -> Place:
     """Return the run and the checkpoint of a request.
 
-    Raises: ConfigError, CheckpointError, InUseError if there is none, or it would be a guess.
+    Raises: ConfigError, CheckpointError, InUseError if there is none, or the request is ambiguous.
     """
     target = request.resume
     if target == "auto" and request.config.checkpoint.run_name is None:
@@ -59,7 +59,7 @@ def locate(request: RunRequest, *, set_aside: bool) -> Place:
 
 
 def _begin_branch(request: RunRequest, folder: Path) -> Place:
-    """Return another run's checkpoint, and the folder of the new run; in that of the other one nothing is renamed."""
+    """Return another run's checkpoint, and the new run's folder; nothing is renamed in the other run's folder."""
     found = catalog.open_checkpoint(folder)
     run_dir = fresh_folder(replace(request.config, model=found.config().model))
     record = {"run": folder.parent.name, "step": found.step, "folder": str(folder)}

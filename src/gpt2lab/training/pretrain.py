@@ -116,12 +116,12 @@ def pretrain(
             start = check_kernels(start, model, runtime)
             observers.resolved(start, runtime, signals)
             folder = _open_folder(start, runtime)
-            # A rejection while building leaves nothing in it but its lock.
+            # If building fails, the folder holds only its lock.
             components = build(start, runtime, model, recipe)
             _train(components, signals, folder, began, observers, planner)
     except Exception as error:
         signals.has_failed = True
-        # The first update makes the optimizer's state, so that a step may fit until then and not after.
+        # The first update allocates the optimizer's state, so memory may run out only there.
         cause = error.__cause__ if isinstance(error, PartialUpdateError) else error
         if isinstance(error, GPT2LabError) or not is_out_of_memory(cause):
             raise
@@ -149,7 +149,7 @@ def _resolve(
     extensions: Extensions,
     open_core: Callable[[Start], Benchmark | None],
 ) -> Start:
-    """Have rank 0 decide what this start does; it hears how much memory each rank has free."""
+    """Have rank 0 decide what this start does; it gets each rank's free memory."""
     measures = planner is not None and bool(request.open_settings)
     memory = runtime.gather(
         planner.free_memory(request.config.system) if planner and measures else None
@@ -172,7 +172,7 @@ def _resolve(
 
 
 def _join(request: RunRequest) -> Runtime:
-    """Meet the other ranks; who waits long for them says so, as ranks that people start by hand may never come."""
+    """Join the other ranks. A rank that waits long says so: ranks that people start by hand may never come."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, ranks, address, port = (os.environ.get(name, "") for name in names)
     what = f"rank {rank} waits for all {ranks} ranks at {address}:{port}" if rank else "starting"
@@ -238,7 +238,7 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
 def check_kernels(start: Start, model: GPT, runtime: Runtime) -> Start:
     """On a GPU, compute attention once with the wanted kernel and note which one ran; a CPU has no choice.
 
-    If steps are compiled, the loss gets its kernel where that is right.
+    Compiled steps use our loss kernel if it computes the loss correctly here.
 
     Raises: ConfigError on all ranks, before the run has a folder.
     """
@@ -306,7 +306,7 @@ def build(
 
 
 def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
-    """Create and lock the run's folder on rank 0; from here on things are written."""
+    """Create and lock the run's folder on rank 0; nothing was written before."""
     opened: list[RunFolder] = []
 
     def open_and_check() -> None:
@@ -412,7 +412,7 @@ def _flush_end(logger: MetricsLogger, reason: str | None, step: int) -> None:
 
 
 def _write_end(folder: RunFolder | None, reason: str | None, step: int) -> None:
-    """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed."""
+    """Write on rank 0 how the start ended, after all else is on disk: a `completed` run is never resumed."""
     assert folder is not None
     faultpoint("end.before_status", step)
     folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)

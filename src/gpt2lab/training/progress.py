@@ -27,8 +27,8 @@ Z80 = 1.2816  # standard deviations to either side that hold 80 % of a normal di
 _LINE_EVERY = 60.0  # seconds between progress lines
 
 _WINDOW_SECONDS, _FEWEST_STEPS, MOST_STEPS = 600.0, 200, 3000  # steps whose pace counts
-_OUTLIER = 5.0  # a step longer than this many medians counts as that many: stalls set no pace
-# Own steps that replace an earlier start's pace where it differs by more than the following.
+_OUTLIER = 5.0  # a longer step counts as this many medians, so that stalls do not change the pace
+# After so many own steps, an earlier start's pace is dropped if it differs by more than the next factor.
 _OWN_PACE_FROM = 20
 _SAME_PACE = 1.15
 _DRIFT = 0.01  # relative drift of a pace
@@ -98,7 +98,7 @@ class Progress:
             self._events[kind].append(seconds)
 
     def pace(self) -> Interval | None:
-        """Return the recent mean step, single outliers clipped, with its 80 % interval; None before there is one."""
+        """Return the mean seconds of recent steps, outliers clipped, with its 80 % interval; None before the first."""
         if self._seen >= self._stale_from:
             self._pace = self._measure_pace()
             # Sorting thousands of steps after each of them would cost more than a small step.
@@ -189,7 +189,7 @@ class RunClock:
         self._elapsed_before = self._said = 0.0
 
     def take_over(self, run_dir: Path, *, same_hardware: bool) -> None:
-        """Go on from the starts before: their time counts, and on the same hardware also their pace."""
+        """Continue from earlier starts: their time counts, and on the same hardware also their pace."""
         log = history.read_log(run_dir)
         self._elapsed_before = log.spent_seconds()
         if same_hardware:

@@ -195,7 +195,7 @@ def _fit_parallel(
     is_bf16 = "fsdp_param_dtype" in request.typed and system.fsdp_param_dtype == "bf16"
     if is_bf16 and system.parallel != "fsdp":
         raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
-    check_fsdp_param_dtype(system)  # of another mode the setting is kept, without meaning
+    check_fsdp_param_dtype(system)  # other modes keep the setting and ignore it
     return dataclasses.replace(config, system=system), tuple(notes)
 
 
@@ -260,7 +260,7 @@ def plan_steps(
 
 
 def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Settings) -> TokenData:
-    """Open the data, and check that its tokens mean to the weights what they were trained on."""
+    """Open the data, and check that it has the tokenizer that the weights were trained with."""
     config, initial, checkpoint = settings.config, settings.initial, place.checkpoint
     of_weights: Tokenizer | None = None
     if checkpoint is not None:
@@ -287,7 +287,7 @@ def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Sett
 def _suit_length(
     request: RunRequest, config: Config, order: Order | Mixture, world_size: int
 ) -> Config:
-    """Give a fresh run of a preset the batch and the rates for its length, but for those that were chosen."""
+    """Give a fresh run of a preset the batch and the rates for its length, except those that were chosen."""
     length = config.length
     in_steps = length.max_steps or "max_steps" in request.open_settings
     if in_steps or config.init.init_from or request.recipe != "pretrain":
@@ -434,7 +434,7 @@ def _choose_hellaswag(
 ) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
     """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
 
-    Without a file it is wanted where a HellaSwag setting was typed, or was and has been saved.
+    Without a file it is wanted if a HellaSwag setting was typed, now or in an earlier start.
     """
     settings, defaults = to_flat(config), to_flat(Config())
     asked = [

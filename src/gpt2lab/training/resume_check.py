@@ -1,7 +1,7 @@
-"""Prove, before a resume continues, that state, data and learning rate are those of the run.
+"""Check, before a resume continues, that state, data and learning rate are those of the run.
 
-Everything that the run recorded is compared. A difference is an error, and nothing has been written yet: a run that
-silently reads other tokens has a loss that looks fine.
+A difference from what the run recorded is an error, before anything is written: a run that silently reads other tokens
+has a loss that looks fine.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def load_state(
             raise CheckpointError(
                 f"{chosen.path}: its state says {name} {here}, its manifest {there}"
             )
-    # A survivor of another rank's death saves without asking anybody: it has only its own, and no draw of a step
-    # depends on them.
+    # A rank that saves alone after another died has only its own generators; no random number of a step depends
+    # on them.
     is_rescued = chosen.manifest["kind"] == "emergency" and len(rng_states) == 1
     if len(rng_states) != chosen.manifest["environment"]["world_size"] and not is_rescued:
         raise CheckpointError(f"{chosen.path}: has generators of {len(rng_states)} ranks, not all")
@@ -117,7 +117,7 @@ def load_state(
     if guarded := _guarded_changes(start):
         record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
         state = dataclasses.replace(state, history=(*state.history, record))
-    if "data" in start.changes:  # other data's sample numbers are other windows: begin at its first
+    if "data" in start.changes:  # its sample numbers mean other windows: begin at the first
         state = dataclasses.replace(state, samples=0)
     return state
 
@@ -142,9 +142,9 @@ def check_resume(
 
 
 def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
-    """Return the logged steps of the run's current line: the step resumed from, and the next one of an earlier start.
+    """Return the logged events of the step resumed from, and of the next one if an earlier start took it.
 
-    The next one is left out if it trained on another batch on purpose: after a change of data or a rewind.
+    The next one is left out if its batch differs on purpose: after a change of data or a rewind.
     """
     assert start.checkpoint is not None
     checkpoint = start.checkpoint
@@ -224,7 +224,7 @@ def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | Non
     other = [
         f"{'processor' if name == 'device' else name} {saved.get(name)!r:.60} -> {now.get(name)!r}"
         for name in names
-        # as it was written: True is no 1
+        # as JSON: True is not 1
         if json.dumps(saved.get(name)) != json.dumps(now.get(name))
     ]
     if not other:

@@ -86,7 +86,7 @@ class StepLog:
             remaining_seconds=left.value if left else None,
             on_track=self._clock.is_on_track(left),
         )
-        if self._tells_compiling:  # the first step of this start has
+        if self._tells_compiling:  # the first step of this start compiled
             compiled, self._tells_compiling = compiled_so_far(), False
             self._logger.event("compile", step, **compiled)
             is_old = 0 < compiled["graphs"] == compiled["from_cache"]  # traced again, for seconds
@@ -116,7 +116,7 @@ class StepLog:
                 self._logger.say(line)
 
     def while_compiling(self) -> AbstractContextManager[None]:
-        """Say that a step takes long where it compiles: the first of a start."""
+        """Say that the first step of a start takes long if it compiles."""
         if not self._tells_compiling:
             return nullcontext()
         about, (_, expected) = "", read_forecast(self._start.run_dir)
@@ -176,7 +176,7 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         "resume": summary.command_to_resume(start.run_dir, world_size=world_size),
     }
     folder.write_status("running", step=state.step)
-    # First of all: the log must not leave the newer steps while a start could still continue from them.
+    # First of all: once the log continues from this step, no start may resume from a newer one.
     superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
     _describe_start(components, logger)
     if start.branch and (problem := folder.record_in_trunk(start.branch)):

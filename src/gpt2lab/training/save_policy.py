@@ -98,7 +98,7 @@ class SavePolicy:
 
         The heartbeat's thread calls this too, when this one hangs. It does nothing once an update has begun whose
         state is not known, or while a checkpoint is written. Training does not continue afterwards. `patience`: seconds
-        that a step on the device is given to become complete.
+        to wait for a step on the device to complete.
         """
         if not self.steps.busy.acquire(blocking=False):
             return False
@@ -113,7 +113,7 @@ class SavePolicy:
         return self.saver.rescue(state, self.steps.has_begun_update)
 
     def _check_data(self, *, may_wait: bool) -> None:
-        """Let no checkpoint rest on data that turns out to be damaged.
+        """Verify the data that was read, so that no checkpoint depends on damaged data.
 
         A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
         which the resume verifies before its first save.

@@ -170,7 +170,7 @@ class Saver:
                 self._is_on_disk = False
                 return False
             if answer.is_last:
-                with suppress(OSError, CheckpointError):  # what it left half-written
+                with suppress(OSError, CheckpointError):  # removes what it left half-written
                     catalog.sweep(self.run_dir)
             save.stalled += time.monotonic() - began
             self._longest = max(self._longest or 0.0, answer.at - save.began)
@@ -249,8 +249,8 @@ class Saver:
             # A GPU copies faster into the buffer; it is too small while the only save had no moments.
             fits = self._buffer is not None and self._buffer.shared.num_bytes >= needed
             into = self._buffer if fits else None
-            # Behind a collective that hangs, the GPU's usual stream would never come to the copies, and CUDA would not
-            # load a kernel that was never launched before.
+            # If a collective hangs, the GPU's usual stream would never reach the copies, and CUDA would not load a
+            # kernel that was never launched before.
             with own_stream(self.runtime.device):
                 content = store.collect(
                     self.model, self.optimizers, keep=True, into=into, only_copies=True
@@ -360,7 +360,7 @@ class Saver:
         stalled = min(save.stalled, seconds) if ended else seconds
         self._report(save, seconds, stalled)
         try:
-            # Asked twice: the disk can be tidied by the next start.
+            # After a second request to stop, the next start deletes old checkpoints.
             if error is None and self.signals.level < 2:
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
@@ -378,7 +378,7 @@ class Saver:
         needed = _ROOM * store.staging_bytes(self.model, self.optimizers)
         if shutil.disk_usage(self.run_dir).free >= needed:
             return None
-        with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
+        with suppress(OSError, CheckpointError):  # the free space below shows what failed
             catalog.sweep(self.run_dir)
             self._retain(max(1, self.config.keep_checkpoints - 1), 1)
         free = shutil.disk_usage(self.run_dir).free
@@ -415,7 +415,7 @@ class Saver:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run GPU work in a stream of its own, so that it does not wait for earlier work, and wait for it at the end."""
+    """Run GPU work in a separate stream, so that it does not wait for earlier work; wait for it at the end."""
     if device.type != "cuda":
         yield
         return

@@ -86,8 +86,8 @@ class StepPipeline:
         self.busy.release()
 
     def can_launch_next(self) -> bool:
-        """Tell whether to launch the next step before the oldest launched one is read: nothing is due between them."""
-        step, first = self.launched[0], self.steps_before + 1  # which compiles, and is announced so
+        """Tell whether to launch the next step before reading the oldest launched one: nothing is due between them."""
+        step, first = self.launched[0], self.steps_before + 1  # the first one compiles
         if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:
             return False
         freqs = (*frequencies(self.config).values(), self.config.system.drift_check_freq)
@@ -143,9 +143,9 @@ class StepPipeline:
         return spiked
 
     def stop_seconds(self, *, assumed_save: float = 0.0) -> float:
-        """Return how long a stop may still take; it comes a step later where steps are pipelined.
+        """Return how long a stop may still take: where steps are pipelined, one step more.
 
-        `assumed_save`: seconds of a save as long as none was measured.
+        `assumed_save`: seconds of a save, used until one was measured.
         """
         steps, save = 2 if self.is_pipelined else 1, self.saver.stop_seconds
         return self.progress.stop_seconds(assumed_save if save is None else save, num_steps=steps)
@@ -174,9 +174,9 @@ def launch_step(
     *,
     before_update: Callable[[], None] = lambda: None,
 ) -> tuple[float, StepStats]:
-    """Launch update `number` of a run and return its learning rate and results: all that a replay of it must repeat.
+    """Launch update `number` of a run and return its learning rate and results; a replay calls this too.
 
-    `state`: of the newest step that is known to be complete; recent losses decide what is a spike.
+    `state`: after the newest step that is known to be complete; its recent losses decide what is a spike.
     """
     start = components.start
     optim, seed = start.config.optim, start.config.data.seed

@@ -29,12 +29,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGUSR2
 GIVE_UP_AFTER = 3  # the third signal ends the process at once
-SAME_REQUEST_SECONDS = 0.2  # a dying launcher's every thread has the kernel send one more
-COMMIT_SECONDS = 5.0  # what a commit in flight is given then
+SAME_REQUEST_SECONDS = 0.2  # the kernel sends one signal for each thread of a dying launcher
+COMMIT_SECONDS = 5.0  # that it waits for a commit in flight
 
 
 class Signals:
-    """Counts the signals that this process received. Level 1: finish the step, save, end; 2: only that; 3: end now."""
+    """Counts the signals received. Level 1: finish the step, save, end; 2: without a report; 3: end now."""
 
     def __init__(self) -> None:
         self.level = 0  # how often it was asked to stop
@@ -44,14 +44,14 @@ class Signals:
         self.answer: Callable[[int, int], None] = lambda number, level: None
         # Tells whether another process commits a checkpoint for this one. Called in another thread.
         self.is_writing: Callable[[], bool] = lambda: False
-        # Until the first step there is nothing to save. A program of its own ends then; the API's caller goes on.
+        # Until the first step there is nothing to save: our own programs end at once, the API's caller continues.
         self.ends_at_once = self._is_program = signal.getsignal(signal.SIGTERM) is end_at_once
-        self.has_failed = False  # a program has yet to print why
+        self.has_failed = False  # and the program has not printed why yet
         self._committing = False
         self.asked_at = -SAME_REQUEST_SECONDS  # when, last, on the monotonic clock
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._handlers = {  # the thread acts
+        self._handlers = {  # they do nothing: the thread acts
             number: signal.signal(number, lambda *_: None)
             for number in (*STOP_SIGNALS, SAVE_SIGNAL)
         }
@@ -82,7 +82,7 @@ class Signals:
             while (self._committing or self.is_writing()) and time.monotonic() < until:
                 time.sleep(0.02)
             os._exit(128 + number)
-        # In a thread of its own: a terminal that takes no output must not keep the next signal from being heard.
+        # In a separate thread: a terminal that takes no output must not block the next signal.
         asked = (number, self.level)
         with suppress(RuntimeError):  # no room for a thread: no answer
             threading.Thread(target=self._answer, args=asked, name="answer", daemon=True).start()
@@ -115,7 +115,7 @@ class Signals:
 
 
 def more_to_abort(number: int, level: int) -> str:
-    """Return the hint how to end at once, after Ctrl+C."""
+    """Return the hint, after Ctrl+C, how to abort."""
     if number != signal.SIGINT:
         return ""
     return "; press twice more to abort" if level == 1 else "; press once more to abort"
@@ -153,9 +153,9 @@ def interruption(number: int) -> str:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel send SIGTERM when the launcher dies; else its workers train on, and hold their GPUs.
+    """Have the kernel send SIGTERM when the launcher dies; else its workers would keep training and hold their GPUs.
 
-    torchrun dies without a word to its workers on SIGKILL, SIGUSR1 and the third Ctrl+C. Linux only.
+    torchrun dies without notice to its workers on SIGKILL, SIGUSR1 and the third Ctrl+C. Linux only.
     """
     if sys.platform != "linux":
         return
@@ -183,7 +183,7 @@ GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 def launcher_grace_seconds(environ: Mapping[str, str]) -> float | None:
     """Return how long torchrun waits between asking its workers to stop and killing them; None without torchrun.
 
-    Its flag --shutdown-timeout is only to be seen on its own command line.
+    Its flag --shutdown-timeout can be read only from its command line.
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None

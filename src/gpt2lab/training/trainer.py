@@ -122,7 +122,7 @@ class Trainer:
                 return self.end_early("stop_after_steps")
 
     def agree(self, error: GPT2LabError | None) -> str | None:
-        """Agree with all ranks what happens next, the one moment at which a run may end early; return why it ends.
+        """Agree with all ranks what happens next; return why the run ends early, or None.
 
         Raises: the error that a rank met, on all ranks, once the last complete step is saved.
         """
@@ -155,11 +155,11 @@ class Trainer:
     def is_out_of_time(self) -> bool:
         """Tell whether torchrun has asked to stop so long ago that this step should have ended and been saved.
 
-        Over NCCL a step whose peer has died never ends, and torchrun kills the survivors some time after it has asked.
+        Over NCCL, a step never ends once a peer has died, and torchrun kills the other ranks some time after it asked.
         """
         signals, grace = self.control.signals, self.saves.grace
         if grace is None or signals.level == 0 or self.state.step == self.steps.steps_before:
-            return False  # the first step may compile, and nothing is lost with it
+            return False  # the first step may compile, and there is nothing to lose yet
         waited = time.monotonic() - signals.asked_at
         return waited > max(grace / 2, self.control.margin_seconds)
 
@@ -223,7 +223,7 @@ class Trainer:
         return reason
 
     def end(self) -> str | None:
-        """Record that the run is complete, unless a request to stop cut short what is due; return its reason then."""
+        """Record that the run is complete, or that a stop cut short what is due; return the stop's reason."""
         step, first = self.state.step, self.steps.steps_before
         is_recorded = "done" in self.start.recorded and step == first
         self.heartbeat.enter("measuring", step)
