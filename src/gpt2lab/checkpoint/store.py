@@ -213,14 +213,14 @@ class StagingBuffer:
         self._used = 0
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor in the buffer; it is complete when the device's queue has come to the copy."""
+        """Return a copy of a tensor in the buffer; it is complete once the device's queue has reached it."""
         begin = self._used
         self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         taken = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return taken.copy_(tensor, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back once no tensor lies in it."""
+        """Free the memory once no tensor uses it."""
         if self._is_pinned:
             _cuda("cudaHostUnregister", self.shared.address)
         self.shared.close()
@@ -230,8 +230,8 @@ def _cuda(function: str, *arguments: int) -> bool:
     """Call a function of CUDA's runtime; tell whether it worked."""
     worked = int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
     if not worked:
-        # CUDA keeps the error for whoever asks next, and torch asks after each kernel that it starts: training would
-        # end at its next one. torch has no cudaGetLastError for Python, so a kernel of our own takes the error.
+        # CUDA keeps the error until somebody reads it, and torch reads it after each kernel launch: training would
+        # end at the next one. torch has no cudaGetLastError for Python, so launching a kernel here takes the error.
         with contextlib.suppress(RuntimeError):
             torch.ones((), device="cuda")
     return worked

@@ -25,7 +25,7 @@ class Plan:
     flops_per_token: int
     checkpoint_bytes: int
     retained_checkpoints: int
-    keeps_epochs: bool  # a checkpoint of the end of each
+    keeps_epochs: bool  # a checkpoint at the end of each epoch
     suits_length: bool = False  # batch and rates are those for the length, not the preset's own
 
     @property
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def why_batch(self) -> str:
-        """Say, after a batch, that it was not chosen by anybody."""
+        """Return a note that the batch was chosen automatically, to put after it."""
         return "; batch and rates suit the run's length" if self.suits_length else ""
 
     def describe_disk(self) -> str:
@@ -62,7 +62,7 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
     epochs = max_steps * batch.samples / windows_per_epoch
     wanted = config.checkpoint.epoch_checkpoints
     keeps_epochs = wanted == "on" or (wanted == "auto" and epochs <= MANY_EPOCHS)
-    # Of tiny data a step may end several epochs.
+    # With tiny data, one step may end several epochs.
     ends = min(math.floor(epochs), max_steps) if keeps_epochs else 0
     every, keep = config.checkpoint.checkpoint_freq, config.checkpoint.keep_checkpoints
     rolling = min(math.ceil(max_steps / every) if every else 1, keep)

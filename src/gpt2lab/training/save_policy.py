@@ -34,7 +34,7 @@ class SavePolicy:
         self.saved_step = steps.state.step
         if not saver.is_async and self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
-        self.grace, self._told_of_grace = launcher_grace_seconds(os.environ), False
+        self.grace, self._warned_of_grace = launcher_grace_seconds(os.environ), False
 
     @property
     def state(self) -> TrainState:
@@ -135,15 +135,15 @@ class SavePolicy:
     def warn_of_grace(self) -> None:
         """Say once if a stop would take longer than the launcher waits before it kills."""
         needed = self.steps.stop_seconds()
-        if self.grace is None or self._told_of_grace or needed <= self.grace:
+        if self.grace is None or self._warned_of_grace or needed <= self.grace:
             return
-        cure = f"{GRACE}=" if LAUNCHED in os.environ else "--shutdown-timeout "
+        flag = f"{GRACE}=" if LAUNCHED in os.environ else "--shutdown-timeout "
         self.logger.warn(
             f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
-            f"would then be all that is left; start it with {cure}{2 * math.ceil(needed)}",
+            f"would then be all that is left; start it with {flag}{2 * math.ceil(needed)}",
             self.state.step,
         )
-        self._told_of_grace = True
+        self._warned_of_grace = True
 
     def newest_checkpoint(self) -> str | None:
         """Return the path of the run's newest checkpoint."""

@@ -202,7 +202,8 @@ class Trainer:
         due, recorded = self.due_after_step(), self.start.recorded
         if self.state.step == 0:
             self.steps.state = dataclasses.replace(self.state, due=due)
-            return self.measure()
+            self.measure()
+            return
         if self.state.val_loss is None and (known := recorded.get("eval")):
             self.steps.state = self.state.with_val_loss(known["val_loss"])
         # An evaluation may also be due by this start's --eval_freq, or left out by an earlier version.
@@ -211,7 +212,6 @@ class Trainer:
         self.steps.state = dataclasses.replace(self.state, due=left)
         self.measure()
         self.saver.complete(self.state, self.saves.labels(), is_recorded="checkpoint" in recorded)
-        return None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
