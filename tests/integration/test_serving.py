@@ -105,7 +105,7 @@ LAST = "document.querySelector('article:last-child')?.textContent"
 
 @browser.needs_browser
 def test_a_browser_chats(address, client, tmp_path):
-    works_with("Chromium", browser.version(), "the page of serve, typed into", compare="name")
+    works_with("Chromium", browser.version(), "a question typed into serve's page", compare="name")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     with browser.page(tmp_path / "profile") as page:
         page.open(f"{address}/", "dark")
