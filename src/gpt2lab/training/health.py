@@ -134,7 +134,7 @@ def rewind(
             f"step {spike}: the loss spiked again after {MOST_REWINDS} rewinds; "
             f"resume from an earlier checkpoint {LOWER_RATE}"
         )
-    chosen = runtime.on_rank_zero(lambda: _choose(start, spike))
+    chosen = runtime.on_rank_zero(lambda: _choose(start, state))
     if chosen is None:
         return None
     loaded, _ = runtime.on_all_ranks(
@@ -150,14 +150,25 @@ def rewind(
     if runtime.rank == 0:
         catalog.supersede(start.run_dir, chosen.step)
     return dataclasses.replace(
-        loaded, samples=jumped, train_seconds=state.train_seconds, skipped=(*state.skipped, record)
+        loaded,
+        samples=jumped,
+        train_seconds=state.train_seconds,
+        skipped=(*state.skipped, record),
+        history=state.history,
     )
 
 
-def _choose(start: Start, spike: int) -> CheckpointInfo | None:
-    """Return the newest intact checkpoint that is old enough, else the newest intact one."""
-    infos = [info for info in catalog.list_checkpoints(start.run_dir)[0] if info.step < spike]
-    old_enough = [info for info in infos if info.step <= spike - REWIND_STEPS]
+def _choose(start: Start, state: TrainState) -> CheckpointInfo | None:
+    """Return the newest intact checkpoint that is old enough, else the newest intact one.
+
+    Those before a change of data or optimizer number other samples and hold other moments.
+    """
+    turned = {"data", "optimizer"}
+    turns = [turn["step"] for turn in state.history if turned & {*turn.get("changes", ())}]
+    oldest = max(turns, default=0) + 1
+    listed = catalog.list_checkpoints(start.run_dir)[0]
+    infos = [info for info in listed if oldest <= info.step <= state.step]
+    old_enough = [info for info in infos if info.step <= state.step + 1 - REWIND_STEPS]
     for info in (*reversed(old_enough), *reversed(infos)):
         try:
             return catalog.open_checkpoint(info.path)

@@ -22,7 +22,7 @@ from gpt2lab.files import JsonFile
 from gpt2lab.model.gpt import GPT
 from gpt2lab.training import health
 from gpt2lab.training.resolve import resolve
-from tiny import parse
+from tiny import parse, write_shards
 from whole_run import Run
 
 S = 8  # windows a step
@@ -160,6 +160,21 @@ def test_a_second_rewind_to_before_the_first_remembers_it(run, spoil):
     run.train("--max_steps=12", "--on_spike=rewind")
     skipped = [(r["step"], r["samples"]) for r in run.saved_state(12)["skipped"]]
     assert skipped == [(12, [72, 96]), (11, [64, 112])]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("change", ["optimizer", "data"])
+def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, change):
+    data = write_shards(tmp_path / "other", train=(900, 1200), val=(650,))
+    values = [f"--data_dir={data}"] if change == "data" else ["--optimizer=muon", "--max_lr=1e-3"]
+    flags = ("--max_steps=16", "--on_spike=rewind")
+    run.train(*flags, "--stop_after_steps=10")
+    first = 0 if change == "data" else 10
+    spoil(50.0, first + 2)
+    run.train(*flags, *values, f"--allow_change={change},max_lr", "--resume=latest")
+    [event] = run.events("rewind")
+    assert (event["step"], event["samples"]) == (11, [S * (first + 1), S * (first + 2)])
+    assert [turn["step"] for turn in run.saved_state(16)["history"]] == [10]
 
 
 @pytest.mark.usefixtures("soon")
