@@ -171,5 +171,7 @@ def test_a_first_step_that_was_skipped_is_no_part_of_the_mean_and_resumes(tiny_r
     assert_mean_of(run, 2, 8)
     assert run.checkpoints()[8].manifest["average_from"] == 1
     cut.train("--stop_after_steps=1", **flags)
+    assert "holds no mean" in rejected("tiny", f"--checkpoint_dir={cut.path.parent}")
     cut.train("--resume=latest")
     assert cut.bits() == run.bits()
+    assert "val_loss_average" not in tiny_run(**flags | {"max_steps": 1}).events("done")[0]

@@ -40,10 +40,11 @@ class TailAverage:
     def update(self, step: int) -> None:
         """Add the weights after `step` to the mean, only this rank's rows; nothing waits for the device."""
         held = [pair for optimizer in self._optimizers for pair in optimizer.state.items()]
-        if not self.num_steps(step) or not held:  # no state: every step so far was skipped
+        if not self.num_steps(step):
             return
-        if AVERAGE not in held[0][1]:
-            self.begin = step - 1
+        if not held:  # no state: every step so far was skipped
+            self.begin = step
+            return
         means, weights = [], []
         for weight, state in held:
             if AVERAGE not in state:
