@@ -24,7 +24,7 @@ from gpt2lab.files import read_regular, replace_durably
 from gpt2lab.mirror.storage import Copy, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
-from gpt2lab.runs.events import Event
+from gpt2lab.runs.events import METRICS, Event
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.overview import describe_mirror
 from gpt2lab.training.extension import Extension, LiveRun
@@ -62,8 +62,8 @@ class CheckpointMirror(Extension):
             self._warnings = [f"--checkpoint_mirror {fmt.word_of_bash(url)} is only {said}"]
             return
         if request.resume in ("latest", "auto"):
-            newest, _ = catalog.newest_valid(run_dir, set_aside=True)
-            self._warnings = fetch_newer(url, run_dir, newest)
+            newest, damaged = catalog.newest_valid(run_dir, set_aside=True)
+            self._warnings = damaged + fetch_newer(url, run_dir, newest)
         if (warning := check_mirror(url, run_dir, request)) is not None:
             self._warnings.append(warning)
 
@@ -262,12 +262,18 @@ def check_mirror(url: str, run_dir: Path, request: RunRequest) -> str | None:
     Raises: ConfigError.
     """
     mirror = connect(url, run_dir.name)
+    # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
+    is_resumed = request.resume is not None and catalog.has_checkpoints(run_dir)
+    own = run_id(run_dir) if is_resumed else None
     try:
-        # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
-        is_resumed = request.resume is not None and catalog.has_checkpoints(run_dir)
-        own = run_id(run_dir) if is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))
-    except ConfigError:
+    except ConfigError as error:
+        if is_resumed and own is None:
+            raise ConfigError(
+                f"{run_dir / METRICS}: has no first line, by which a mirror knows the run; move {run_dir} away and "
+                f"--resume latest --checkpoint_mirror {fmt.word_of_bash(url)} fetches the copies with their log, "
+                f"or go on without: --checkpoint_mirror None"
+            ) from error
         raise
     except Exception as error:
         return f"{mirror.url}: not reached ({type(error).__name__}: {first_line(error)})"

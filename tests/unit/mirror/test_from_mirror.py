@@ -146,6 +146,17 @@ def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
     mirrored.train("--resume=latest")
     assert mirrored.events("resume")[-1]["from_step"] == 4
     assert list(mirrored.path.glob("corrupt-step_00000004-*"))
+    assert any("step_00000004" in event["message"] for event in mirrored.events("warning"))
+
+
+def test_a_run_that_lost_its_log_is_told_what_to_do(mirrored, run):
+    (mirrored.path / "metrics.jsonl").unlink()
+    said = str(mirrored.rejected("--resume=latest", kind=ConfigError))
+    assert f"move {mirrored.path} away and --resume latest" in said
+    mirrored.path.rename(mirrored.path.parent / "away")
+    mirrored.train("--resume=latest")
+    run.train(*COMMON)
+    assert mirrored.losses() == run.losses()
 
 
 @pytest.mark.usefixtures("mirrored")
