@@ -172,7 +172,7 @@ def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
 
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
-    config, log, run_dir = run.config, run.log, run.folder
+    log, run_dir = run.log, run.folder
     event, numbers = log.step(step), log.numbers
     if event is None:
         taken = (
@@ -184,6 +184,7 @@ def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
         raise ConfigError(
             f"{run_dir}: metrics.jsonl does not record how start {event['attempt']} began"
         )
+    config = override(run.config, run.settings(event["attempt"]))
     samples = begin["tokens_per_step"] // config.model.context_length
     tokenizer = history.read_tokenizer(run_dir)
     data = run.recipe.open_data(run.with_data(config), tokenizer)

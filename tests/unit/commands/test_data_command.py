@@ -141,10 +141,14 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
     assert "n/a" in data("stats", folder)[1]
 
 
-def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch(tmp_path, tiny_flags):
+def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch_and_order(
+    tmp_path, tiny_flags
+):
     pretrain(parse([*tiny_flags, "--max_steps=12", "--stop_after_steps=8"]))
-    change = ["--total_batch_size=256", "--allow_change=total_batch_size"]
-    pretrain(parse([*tiny_flags, "--max_steps=12", "--resume=latest", *change]))
+    change = ["--total_batch_size=256", "--allow_change=total_batch_size,shuffle"]
+    pretrain(
+        parse([*tiny_flags, "--max_steps=12", "--resume=latest", *change, "--shuffle=windows"])
+    )
     run_dir = tmp_path / "runs" / "tiny"
     sizes = [len(tokens_of_step(run_dir, step).windows) for step in (1, 8, 9, 12)]
     assert sizes == [8, 8, 16, 16]
