@@ -16,7 +16,7 @@ from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import steps
 from gpt2lab.training.extension import Extension, LiveRun
 from gpt2lab.training.pretrain import pretrain
-from tiny import evaluated, flags_for, parse
+from tiny import evaluated, flags_for, parse, train
 from whole_run import Run
 
 
@@ -55,6 +55,9 @@ def test_the_average_is_the_mean_of_the_last_weights_and_says_so(run, capsys):
     after = run.listing()
     assert {name: after[name] for name in before} == before
     assert "is there already" in rejected("tiny", "--last=3", place)
+    longer = ("--resume=latest", "--max_steps=12", "--allow_change=max_steps", "--device=cpu")
+    train(["--run_name=tiny_average3", place, *longer])
+    assert [info.step for info in catalog.list_checkpoints(folder)[0]] == [8, 10, 12]
 
 
 def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):

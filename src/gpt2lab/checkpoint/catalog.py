@@ -282,7 +282,7 @@ def to_keep(infos: list[CheckpointInfo], *, keep: int, keep_emergency: int) -> l
 
     `infos`: oldest first.
     """
-    rolling = [info for info in infos if info.kind in ("rolling", "final")]
+    rolling = [info for info in infos if info.kind != "emergency"]
     emergency = [info for info in infos if info.kind == "emergency"]
     return [
         *(rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]),
