@@ -232,6 +232,11 @@ def test_what_cannot_be_replayed_is_said_in_a_line(words, place, wording):
     wording(call("replay", place, *words.split(), code=2))
 
 
+def test_a_run_that_kept_its_end_alone_offers_no_step(own):
+    train(own, "end", "clean", "--stop_after_steps=3")
+    assert "step 2; no step can be replayed" in call("replay", own, "end", "--steps=2", code=2)
+
+
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     """The batch is compared in steps with a change too: nothing else would tell other data there."""
     (own / "moved").symlink_to(own / "clean")

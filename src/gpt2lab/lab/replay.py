@@ -162,9 +162,9 @@ def open_replay(run: RecordedRun, *, first: int, last: int) -> Replay:
             return replay
     if notes:
         raise CheckpointError(f"no intact checkpoint before step {first}; {notes[0]}")
-    left = "it has no checkpoint"
-    if run.checkpoints:
-        left = f"steps from {min(run.checkpoints) + 1} on can be replayed"
+    left = "no step can be replayed; a run keeps more with --keep_checkpoints"
+    if (oldest := min(run.checkpoints, default=numbers[-1])) < numbers[-1]:
+        left = f"steps from {oldest + 1} on can be replayed"
     raise ConfigError(f"{run.name}: no checkpoint before step {first}; {left}")
 
 
