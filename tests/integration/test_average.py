@@ -58,6 +58,7 @@ def test_the_average_is_the_mean_of_the_last_weights_and_says_so(run, capsys):
     longer = ("--resume=latest", "--max_steps=12", "--allow_change=max_steps", "--device=cpu")
     train(["--run_name=tiny_average3", place, *longer])
     assert [info.step for info in catalog.list_checkpoints(folder)[0]] == [8, 10, 12]
+    assert "was it deleted" not in (folder / "metrics.jsonl").read_text()
 
 
 def test_what_cannot_be_averaged_is_one_line_and_nothing_written(run, tmp_path):

@@ -340,7 +340,7 @@ def check_start(
         has_ended = (status.get("state"), status.get("step")) == ("completed", checkpoint.step)
         if not place.branch:
             attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
-        if not recorded:
+        if not recorded and checkpoint.kind != "average":  # which no start trained
             notes += (
                 f"{checkpoint.path.parent / METRICS}: has no line of step {checkpoint.step}, after which this "
                 f"checkpoint was saved; was it deleted or replaced? Nothing can be compared with it",
