@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait and terminate
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
+_LONGEST = (
+    240  # bytes of a run's name: files take 255, and that of settings adds 15 while it is written
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
 
     Looks into no run folder; `check_runs` does.
 
-    Raises: ConfigError if the losses would not be comparable, or if `out` is a file.
+    Raises: ConfigError if the losses would not be comparable, if a name is too long, or if `out` is a file.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: a file; give the folder of the runs")
@@ -137,6 +140,11 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
             (one, first), (other, second) = list(found.items())[:2]
             raise ConfigError(
                 f"{flag} {one} in {first}, {other} in {second}: their losses are not comparable"
+            )
+    for name, seed in itertools.product(settings, seeds):
+        if (size := len(f"{name}_seed{seed}".encode())) > _LONGEST:
+            raise ConfigError(
+                f"setting {name:.30}...: its runs' names have {size} bytes, {_LONGEST} at most; shorten it"
             )
     return [
         SeedRun(name, seed, _placed(one, f"{name}_seed{seed}", seed, out), out, one.flags, one.code)

@@ -320,6 +320,18 @@ def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_too_long_for_a_file_is_rejected_before_anything_is_written(shared, tmp_path):
+    settings = {"a": [], "ä" * 117: ["--max_lr=0.01"]}  # with _seed1 240 bytes
+    longest = plan_runs(settings, shared, seeds=(1,), out=tmp_path)[1]
+    longest.write_settings()
+    out = tmp_path / "out"
+    with pytest.raises(
+        ConfigError, match=r"^setting ä{30}\.\.\.: .* 241 bytes, 240 at most; shorten it$"
+    ):
+        plan_runs(settings, shared, seeds=(1, 10), out=out)
+    assert not out.exists()
+
+
 def test_a_flag_with_several_values_is_a_grid() -> None:
     argv = ["s.txt", "--out=x", "--max_lr", "1e-3", "2e-3", "--max_tokens", "1M", "--jobs", "2"]
     words, shared, grid = take_grid([*argv, "--use_tensorboard", "--n_layer=1"], ablate._OWN)
