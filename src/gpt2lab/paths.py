@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from gpt2lab.errors import ConfigError
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (REPOSITORY / "src" / "train.py").is_file()  # else in some site-packages
 LAUNCHED = "GPT2LAB_LAUNCHED"  # for the ranks of --gpus, whose errors the parent prints: how the parent was called
@@ -20,8 +22,23 @@ def from_repository(path: Path) -> Path:
 
 
 def from_working_directory(path: Path) -> Path:
-    """Resolve a typed path against the working directory."""
-    return path.expanduser().absolute()
+    """Resolve a typed path against the working directory.
+
+    Raises: ConfigError as `expand_user` does.
+    """
+    return expand_user(path).absolute()
+
+
+def expand_user(path: str | Path) -> Path:
+    """Replace `~` or `~name` at the beginning of a typed path by that user's home folder.
+
+    Raises: ConfigError if there is no such user or folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = Path(path).parts[0]
+        raise ConfigError(f"{path}: nobody knows the home folder {user}; type its path") from error
 
 
 def runs_folder(typed: Path | None) -> Path:

@@ -119,7 +119,7 @@ class Show:
             )
         rows = []
         for name in self.tokenizers:
-            is_file = Path(name).expanduser().exists()
+            is_file = paths.expand_user(name).exists()
             found = open_tokenizer(name, self.end_token if is_file else None)
             density = "n/a"
             if texts:

@@ -99,7 +99,7 @@ def find_results(
     Raises: DataError naming the file; ConfigError if there is none of this name.
     """
     if name.endswith(".npz"):
-        return _by_what([read(Path(name).expanduser())])
+        return _by_what([read(paths.expand_user(name))])
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
         return {}

@@ -9,6 +9,7 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
+from gpt2lab.paths import expand_user
 from gpt2lab.tokenizers.huggingface import TOKENIZER_FILE, read_huggingface
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import BUILT_IN, find_in
@@ -38,7 +39,7 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     if name in BUILT_IN:
         found = BUILT_IN[name]
     else:
-        path = Path(name).expanduser()
+        path = expand_user(name)
         if not path.exists():
             hint = fmt.did_you_mean(
                 name, BUILT_IN, f"known: {TOKENIZER}; one of a text: {_LEARNED}"

@@ -109,6 +109,7 @@ AT_STEP_5 = methodcaller("checkpoint", 5)
 CASES = {
     # data
     "data folder missing": Case(["--data_dir=nowhere"]),
+    "data folder of an unknown user": Case(["--data_dir=~no_such_user/data"]),
     "data folder empty": Case([], Place.empty_folder),
     "data folder is a file": Case(["--data_dir=data/tiny_val_000000.npy"]),
     "shard of floats": Case([], lambda p: p.shard(np.zeros(400, np.float32))),

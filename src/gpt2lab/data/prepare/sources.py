@@ -15,6 +15,7 @@ from gpt2lab.data.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, hash_of, kind_of
 from gpt2lab.data.prepare.readers import text_per_byte
 from gpt2lab.errors import DataError
+from gpt2lab.paths import expand_user
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 # As in karpathy/nanochat, nanochat/dataset.py: its last file is the validation split, whatever is trained on.
@@ -116,7 +117,7 @@ def _open(source: str, text_column: str, subset: str | None, revision: str | Non
         return _python_stdlib()
     if source == "shakespeare":
         return _shakespeare()
-    path = Path(source).expanduser()
+    path = expand_user(source)
     if not path.exists():
         hint = fmt.did_you_mean(source, _NAMED, f"and not {', '.join(_NAMED)} or hf:NAME")
         raise DataError(f"{source}: no such file or folder{';' if '?' in hint else ','} {hint}")
