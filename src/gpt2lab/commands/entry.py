@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from gpt2lab.errors import (
+    ConfigError,
     GPT2LabError,
     InUseError,
     OutOfMemoryError,
@@ -26,6 +27,7 @@ from gpt2lab.errors import (
     is_lost_peer,
     is_out_of_memory,
     printable,
+    system_errors_as,
     to_gpt2lab_error,
 )
 from gpt2lab.files import replace_durably
@@ -69,6 +71,8 @@ def run(main: Callable[[list[str]], int]) -> int:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
     try:
+        with system_errors_as(ConfigError, "the working directory", fix="change to another"):
+            os.getcwd()  # in a deleted one oneMKL, for one, would end the process later
         with never_silent():
             code = main(sys.argv[1:])
         _tell_launcher(code)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -180,6 +181,16 @@ def test_ctrl_c_while_modules_load_prints_no_traceback(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
     done = launch.python(*program, "--help", PYTHONPATH=f"{tmp_path}:{TRAIN.parent}")
     assert done == (-signal.SIGINT, "", "")
+
+
+def test_a_deleted_working_directory_is_an_error_before_anything_else(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"rmdir {gone}; exec {sys.executable} {TRAIN} --checkpoint_dir={tmp_path}/runs"
+    done = subprocess.run(["bash", "-c", script], cwd=gone, capture_output=True, text=True)
+    said = "error: the working directory: No such file or directory; change to another\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_script_lets_ctrl_c_end_it_while_modules_load():
