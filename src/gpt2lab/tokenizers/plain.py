@@ -31,8 +31,8 @@ class BytesTokenizer(Tokenizer):
     bytes_per_token = 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode("utf-8"))
+        """Return the bytes of a text; half of a surrogate pair becomes U+FFFD."""
+        return list(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode())
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of each text, (n,) uint8."""

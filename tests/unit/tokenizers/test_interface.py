@@ -57,6 +57,13 @@ def test_text_comes_back_and_no_text_ends_a_document(tokenizer):
         assert max(ids, default=0) < tokenizer.size
 
 
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"], indirect=True)
+def test_a_byte_that_is_not_utf_8_becomes_a_replacement_character(tokenizer):
+    """The command line gives it as half of a surrogate pair."""
+    typed = os.fsdecode(b"the \xff king")
+    assert tokenizer.decode(tokenizer.encode(typed)) == "the \ufffd king"
+
+
 def test_lengths_of_ids_are_bytes_of_text(tokenizer):
     lengths = tokenizer.byte_lengths()
     assert (lengths.shape, lengths.dtype) == ((tokenizer.size,), np.int64)
