@@ -147,6 +147,12 @@ def merge_settings(
         if run_dir is None:
             run_dir = fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
+    try:
+        os.fsencode(run_dir).decode()  # safetensors takes no other path
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{run_dir}: not UTF-8; choose another --checkpoint_dir, or rename the folder"
+        ) from error
     _raise_problems(find_problems(config))
     config, more = _fit_parallel(request, config, world_size)
     return Settings(config, run_dir, saved, chosen, initial, notes + more)

@@ -142,6 +142,7 @@ CASES = {
     "timeout of nothing": Case(["--pg_timeout_minutes=0"]),
     "stop before the first step": Case(["--stop_after_steps=0"]),
     # checkpoints
+    "folder that is not UTF-8": Case(["--checkpoint_dir=runs\udcff"]),
     "file where the runs should go": Case([], _file_in_the_way),
     "run exists already": Case([], AT_STEP_5),
     "auto without a name": Case(["--resume=auto"], flags=NAMELESS),
