@@ -115,6 +115,7 @@ _FIXES = {  # of system errors that are not bugs
     **dict.fromkeys((errno.ELOOP, errno.EISDIR), "remove it, or choose another place"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (`ulimit -n`)"),
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`), or choose another disk",
     errno.EIO: "its disk fails; repair it, or choose another place, and start again",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -126,7 +127,7 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
         return error
     if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
-    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     kind = SaveError if is_of_disk else ConfigError
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     found = kind(f"{what}; {_FIXES[error.errno]}")

@@ -86,7 +86,7 @@ def read_regular(path: Path, *, at_most: int, follow: bool = False) -> bytes:
     """
     with open_regular(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size > at_most:
-            raise OSError(errno.EFBIG, f"over {at_most} bytes", str(path))
+            raise OSError(errno.E2BIG, f"over {at_most} bytes", str(path))
         return file.read()
 
 

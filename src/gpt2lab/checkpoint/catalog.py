@@ -25,7 +25,7 @@ from gpt2lab.model.counts import check_shapes, count_adapters, count_parameters,
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
-_NO_LABEL = (errno.ENOENT, errno.ELOOP, errno.EFBIG)  # deleted meanwhile, no file, too large
+_NO_LABEL = (errno.ENOENT, errno.ELOOP, errno.E2BIG)  # deleted meanwhile, no file, too large
 
 
 @dataclass(frozen=True)

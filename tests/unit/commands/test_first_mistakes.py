@@ -193,6 +193,15 @@ def test_a_deleted_working_directory_is_an_error_before_anything_else(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_limit_of_a_files_size_is_named(flags, place):
+    words = [sys.executable, TRAIN, *flags, "--run_name=new"]
+    script = f"ulimit -f 1; exec {shlex.join(map(str, words))}"
+    done = subprocess.run(["bash", "-c", script], **launch.TO_ITS_END)
+    said = f"error: {place}/runs/new/config.json: File too large; raise the limit of a file's size (`ulimit -f`), "
+    said += "or choose another disk\n"
+    assert (done.returncode, launch.without_progress(done.stderr)) == (75, said)
+
+
 def test_every_script_lets_ctrl_c_end_it_while_modules_load():
     for path in SCRIPTS.glob("[!_]*.py"):
         first = [line for line in path.read_text().splitlines() if "import" in line][:2]
