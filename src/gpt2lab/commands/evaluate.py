@@ -140,9 +140,13 @@ def evaluate(flags: Evaluate) -> dict[str, Any] | None:
     runtime.close()
     if runtime.rank > 0:
         return None
-    _save(found, subject, flags.save)
     for warning in found.warnings:
         say(f"warning: {warning}")
+    try:
+        _save(found, subject, flags.save)
+    except SaveError:
+        say(as_text(found.numbers))  # it may have taken hours
+        raise
     return found.numbers
 
 

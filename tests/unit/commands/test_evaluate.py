@@ -116,6 +116,16 @@ def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tm
     assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
 
 
+def test_numbers_that_cannot_be_saved_are_printed(folder, tmp_path):
+    (tmp_path / "taken").touch()
+    words = ("a", "--checkpoint_dir=runs", "--val=data", f"--save={tmp_path / 'taken'}")
+    done = launch.call("evaluate.py", *words, folder=folder)
+    *numbers, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (75, "")
+    assert f"{last(folder, 'a', 'eval')['val_loss']:.4f}" in numbers[1]
+    assert error.endswith("taken/validation.npz: File exists; choose another --save")
+
+
 def test_rejections_are_one_line(folder, monkeypatch):
     offline = Mock(side_effect=OSError("no network\nand more lines"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
