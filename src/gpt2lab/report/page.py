@@ -58,10 +58,10 @@ def render(*run_dirs: Path) -> str:
     drawn = [run["curves"] for run in runs if run["curves"] is not None]
     for number, run in enumerate(run for run in runs if run["curves"] is not None):
         run["colour"] = charts.colour_of(number)
-    style, script = _STYLE.read_text(), _SCRIPT.read_text()
+    style, script, page = (path.read_text("utf-8") for path in (_STYLE, _SCRIPT, _TEMPLATE))
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(_TEMPLATE.read_text())
+    ).from_string(page)
     return template.render(
         fmt=fmt,
         setting=_setting,

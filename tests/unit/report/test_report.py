@@ -84,6 +84,13 @@ def test_the_page_tells_the_run_s_own_numbers(run_dir):
     assert "best" in rows[1][1]
 
 
+def test_the_page_is_the_same_in_a_locale_without_utf_8(run_dir):
+    ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    launch.worked(launch.script("report", run_dir, **ascii))
+    page, wanted = (run_dir / "report.html").read_text("utf-8"), render(run_dir)
+    assert re.findall("[^\x00-\x7f]", page) == re.findall("[^\x00-\x7f]", wanted)
+
+
 def test_the_page_needs_nothing_from_elsewhere(run_dir):
     page = render(run_dir)
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
