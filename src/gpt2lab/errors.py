@@ -125,6 +125,8 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
     """Return one of this project's errors as it is, and a system error that is not a bug as one of them; else None."""
     if isinstance(error, GPT2LabError):
         return error
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written")
     if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
     is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

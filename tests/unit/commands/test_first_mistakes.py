@@ -202,6 +202,15 @@ def test_a_limit_of_a_files_size_is_named(flags, place):
     assert (done.returncode, launch.without_progress(done.stderr)) == (75, said)
 
 
+def test_a_machine_without_a_temporary_folder_is_told_which_one_to_name(place):
+    words = [*launch.words_of("evaluate"), place / "runs" / "tiny"]
+    script = f"ulimit -f 0; exec {shlex.join(map(str, words))}"
+    done = subprocess.run(["bash", "-c", script], **launch.TO_ITS_END)
+    said = rejected((done.returncode, done.stdout, launch.without_progress(done.stderr)))
+    assert said.startswith("error: No usable temporary directory found in ['/tmp', ")
+    assert said.endswith("]; set TMPDIR to a folder that can be written")
+
+
 def test_every_script_lets_ctrl_c_end_it_while_modules_load():
     for path in SCRIPTS.glob("[!_]*.py"):
         first = [line for line in path.read_text().splitlines() if "import" in line][:2]
