@@ -342,6 +342,14 @@ def test_preparation_ends_with_a_command_that_can_train(tmp_path, lines):
     assert "too little text: " in said.splitlines()[-1]
 
 
+def test_a_loop_of_links_is_no_place_for_data(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "text.txt").write_text("text")
+    words = ("--tokenizer=bytes", f"--out={tmp_path / 'loop'}")
+    said = rejected(call("prepare", tmp_path / "text.txt", *words))
+    assert said.startswith(f"error: {tmp_path}/loop: holds something else already; ")
+
+
 def test_data_that_were_moved_are_asked_for(place):
     shutil.rmtree(place / "runs")
     Run(place / "data", place / "runs").train("--max_steps=1")

@@ -216,7 +216,7 @@ def prepare(
 
     Raises: DataError if the folder holds something else, a record cannot be read, or there is too little text.
     """
-    folder = folder.resolve()  # a link decides on which disk the shards are written
+    folder = Path(os.path.realpath(folder))  # a link decides on which disk the shards are written
     request = {
         "listing": source.identity,
         "part": list(part),
