@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait and terminate
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
-_LONGEST = (
-    240  # bytes of a run's name: files take 255, and that of settings adds 15 while it is written
-)
+_LONGEST = 240  # bytes of a run's name: a file's name has 255, and writing settings adds 15
 
 
 @dataclass(frozen=True)
