@@ -150,6 +150,20 @@ def test_a_resume_with_another_batch_leaves_the_end_of_an_epoch_where_it_was(run
     assert run.labels()["epoch_0001"] == "step_00000002"
 
 
+def test_a_resume_with_another_batch_tells_the_tokens_and_epochs_that_the_run_ends_with(
+    run, capsys
+):
+    run.train("--max_steps=6", "--stop_after_steps=4", "--eval_freq=0")
+    twice = ["--resume=latest", "--total_batch_size=256", "--allow_change=total_batch_size"]
+    call = launch.call(launch.TRAIN, *run.flags, *twice, "--dry_run", "--json")
+    planned = json.loads(call.stdout)
+    run.train(*twice)
+    assert "6 steps, 1,024 tokens, 0.34 epochs" in capsys.readouterr().out
+    last = run.events("step")[-1]
+    assert planned["tokens"] == last["tokens"] == 1024
+    assert planned["epochs"] == (last["first_sample"] + 256 // 16) / 190
+
+
 def test_a_run_of_many_epochs_keeps_no_end_of_one(run):
     run.train(*_TWO_STEPS_AN_EPOCH, "--num_epochs=5", "--eval_freq=0")
     assert [event["epoch"] for event in run.events("step")][-1] == 4

@@ -62,8 +62,8 @@ def _as_json(start: Start, need: MemoryNeed, found: Estimate | None) -> dict[str
         "flops_per_token": plan.flops_per_token,
         **plan.batch.to_dict(),
         "max_steps": plan.max_steps,
-        "tokens": plan.tokens,
-        "epochs": plan.epochs,
+        "tokens": start.tokens,
+        "epochs": start.epochs,
         "epochs_by_source": start.epochs_by_source(),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "disk_bytes": plan.disk_bytes,
@@ -91,7 +91,7 @@ def _rows(start: Start, need: MemoryNeed, found: Estimate | None) -> Iterator[tu
     yield "run", paths.display_path(start.run_dir)
     yield "data", start.describe_data()
     yield from (("source", line) for line in start.describe_sources())
-    yield "", describe_plan(plan, start.config)
+    yield "", describe_plan(plan, start.config, tokens=start.tokens, epochs=start.epochs)
     yield "memory", describe_memory(need) if is_counted else NOT_COUNTED
     yield "forecast", found.describe_time() if found else "n/a: this GPU is not known"
     if start.initial:

@@ -88,8 +88,8 @@ def find_repeats(passes: Mapping[str, float]) -> list[str]:
     ]
 
 
-def describe_plan(plan: Plan, config: Config) -> str:
-    """Write the plan as lines of text."""
+def describe_plan(plan: Plan, config: Config, *, tokens: int, epochs: float) -> str:
+    """Write the plan as lines of text; `tokens` and `epochs`: of the full run."""
     model, optim = config.model, config.optim
     shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
     shape += f"T {model.context_length}, V {model.vocab_size}"
@@ -98,7 +98,7 @@ def describe_plan(plan: Plan, config: Config) -> str:
         ("model", f"{model.model}: {shape}" + (f"; {options}" if options else "")),
         ("size", f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token"),
         ("tokens/step", str(plan.batch) + plan.why_batch),
-        ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
+        ("steps", f"{plan.max_steps:,} ({tokens:,} tokens, {epochs:.3f} epochs)"),
         (
             "learning rate",
             f"{describe_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",

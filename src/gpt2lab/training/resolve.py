@@ -379,7 +379,7 @@ def check_start(
     _check_source_epochs(start)
     if checkpoint is not None:
         return start
-    repeats = find_repeats(start.epochs_by_source() or {"the data": start.plan.epochs})
+    repeats = find_repeats(start.epochs_by_source() or {"the data": start.epochs})
     return dataclasses.replace(start, warnings=(*notes, *repeats))
 
 

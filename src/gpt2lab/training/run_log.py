@@ -157,7 +157,7 @@ class StepLog:
             kept = self._start.config.data.shuffle == "shards" and batch.epoch == 0
             layout = f"shards{' as on disk' if kept else ''}: {', '.join(shards[:6])}{more}"
         self._logger.say(
-            f"epoch {batch.epoch} of {self._start.plan.epochs:.2f} | {order.windows_per_epoch:,} windows | "
+            f"epoch {batch.epoch} of {self._start.epochs:.2f} | {order.windows_per_epoch:,} windows | "
             f"shuffle {self._start.config.data.shuffle} | {layout}"
         )
 
@@ -206,7 +206,7 @@ def _summary(components: Components) -> str:
         "batch": f"{plan.batch.tokens:,} tokens a step, {plan.batch.micro_batch} sequences at a time"
         f"{f' on each of {ranks} processes' if ranks > 1 else ''}, {environment['dtype']} on {environment['device']}"
         + plan.why_batch,
-        "schedule": f"{plan.max_steps:,} steps, {plan.tokens:,} tokens, {plan.epochs:.2f} epochs; "
+        "schedule": f"{plan.max_steps:,} steps, {start.tokens:,} tokens, {start.epochs:.2f} epochs; "
         f"learning rate {describe_rates(start.config.optim)}",
     }
     return "\n".join(f"{name:<14} {text}" for name, text in rows.items())
@@ -222,7 +222,7 @@ def _details(components: Components) -> Iterator[str]:
     if start.initial is not None:
         source = paths.display_path(start.initial.target.folder)
         yield f"begins with    {source}, sha256 {start.initial.sha256[:12]}"
-    yield describe_plan(plan, start.config)
+    yield describe_plan(plan, start.config, tokens=start.tokens, epochs=start.epochs)
     trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)
     if trained < plan.parameters:
         yield f"trains         {trained:,} parameters; the others are frozen"

@@ -86,6 +86,18 @@ class Start:
         """Format the data for the console."""
         return self.data.describe(self.order.unused_targets)
 
+    @property
+    def tokens(self) -> int:
+        """Target tokens of the full run; those before a resume may have been trained with another batch."""
+        origin = self.checkpoint
+        done, tokens = (origin.step, origin.tokens) if origin else (0, 0)
+        return tokens + (self.plan.max_steps - done) * self.plan.batch.tokens
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data up to the run's last sample."""
+        return self.last_sample() / self.order.windows_per_epoch
+
     def last_sample(self) -> int:
         """Return the number of the sample after the run's last; other data begin at sample 0."""
         per_step = self.plan.batch.samples
