@@ -112,7 +112,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     extra.append(alternatives.learning_rate_line(job.config, request))
     batch = job.config.batch.total_batch_size
     milestones = [
-        remaining.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
+        remaining.milestone(at, found.seconds.scaled(share), tokens=at * batch, now=begins)
         for share in remaining.MILESTONES
         if (at := round(share * job.max_steps)) > 0
     ]

@@ -47,6 +47,11 @@ class Remaining:
         pace = self.progress.pace()
         return pace.inverse_of(self.config.batch.total_batch_size) if pace else None
 
+    def tokens_at(self, step: int) -> int:
+        """Tokens up to a step to come; earlier starts may have had another batch."""
+        batch, newest = self.config.batch.total_batch_size, self.log.last_step() or {}
+        return int(newest.get("tokens", self.step * batch) + (step - self.step) * batch)
+
     @property
     def milestones(self) -> list[tuple[int, Interval]]:
         """(step, seconds from now) of each share of the run that is still to come, events included."""
@@ -126,12 +131,11 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
     )
     end = fmt.moment(now + left.value)
     lines.append(f"finished     {end}, if it runs without a pause from now on")
-    tokens = remaining.config.batch.total_batch_size
     rows = [
         [
             f"{at / remaining.last_step:.0%}",
             f"{at:,}",
-            fmt.count(at * tokens),
+            fmt.count(remaining.tokens_at(at)),
             fmt.moment(now + span.value),
             f"{fmt.moment(now + span.low)[5:]} ... {fmt.moment(now + span.high)[5:]}",
         ]
@@ -144,14 +148,13 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
 def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
     """Return the prediction as one object; a part that is not known is null."""
     config, left, rate = remaining.config, remaining.seconds, remaining.throughput
-    tokens = config.batch.total_batch_size
     result = blank_report() | {
         "run": str(remaining.run_dir),
         "model": {
             "parameters": count_parameters(config.model),
             "flops_per_token": training_flops_per_token(config),
         },
-        "dataset_info": {"training_tokens": remaining.last_step * tokens},
+        "dataset_info": {"training_tokens": remaining.tokens_at(remaining.last_step)},
         "actual": remaining.actual,
         "throughput": None
         if rate is None
@@ -172,17 +175,17 @@ def remaining_as_json(remaining: Remaining, now: float) -> dict[str, Any]:
         events = remaining.progress.events_left(remaining.step)
         result["breakdown"] = {"train_s": left.value - events, "events_s": events}
         result["milestones"] = [
-            milestone(at, span, tokens_per_step=tokens, now=now)
+            milestone(at, span, tokens=remaining.tokens_at(at), now=now)
             for at, span in remaining.milestones
         ]
     result["memory"] = _memory(config, remaining.run_dir)
     return result
 
 
-def milestone(step: int, span: Interval, *, tokens_per_step: int, now: float) -> dict[str, Any]:
+def milestone(step: int, span: Interval, *, tokens: int, now: float) -> dict[str, Any]:
     """Return when a step is reached, `span` seconds from `now`, in Unix seconds."""
     times = {"time": now + span.value, "low": now + span.low, "high": now + span.high}
-    return {"step": step, "tokens": step * tokens_per_step} | times
+    return {"step": step, "tokens": tokens} | times
 
 
 def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:

@@ -251,6 +251,16 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsy
     assert "what follows the last step" in text, "no `done`: the last evaluations are missing"
 
 
+def test_milestones_count_the_tokens_that_earlier_starts_trained_with_another_batch(a_run):
+    log = a_run / "metrics.jsonl"
+    log.write_text(
+        log.read_text().replace('"step": 500, "step_s', '"step": 500, "tokens": 7, "step_s')
+    )
+    found = remaining.remaining_as_json(remaining.estimate_remaining(a_run), 0.0)
+    assert found["milestones"][0]["tokens"] == 7 + 250 * 524_288
+    assert found["dataset_info"]["training_tokens"] == 7 + 500 * 524_288
+
+
 @pytest.mark.parametrize(
     "settings",
     [
