@@ -76,6 +76,8 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
     if state == "running" and not is_locked:
         state = "killed"
     remaining = newest.get("remaining_seconds")
+    if newest.get("attempt") != log.last_attempt:  # as of before a pause
+        remaining = None
     if state == "running" and remaining is not None:
         remaining = max(0.0, remaining - (now - newest["time"]))
     return RunStatus(

@@ -62,6 +62,10 @@ def test_the_time_left_of_a_running_run_counts_down(run_dir, monkeypatch):
         file.write(json.dumps(last) + "\n")
     held = RunFolder(run_dir)
     assert overview.read_run(run_dir).remaining_seconds == 70
+    begin = launch.events(run_dir, "begin")[-1] | {"attempt": last["attempt"] + 1, "step": 12}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(begin) + "\n")
+    assert overview.read_run(run_dir).remaining_seconds is None, "a resume has no pace yet"
     held.close()
 
 
