@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2lab.config import derived
-from gpt2lab.config.derived import compiles_by_region, count_due, frequencies, mini_batch_sizes
+from gpt2lab.config.derived import (
+    compiles_by_region,
+    count_due,
+    count_saves,
+    frequencies,
+    mini_batch_sizes,
+)
 from gpt2lab.config.schema import ActivationCheckpointing, Config, Parallel
 from gpt2lab.config.settings import options_of, override
 from gpt2lab.data.mixture import Mixture
@@ -188,10 +193,7 @@ class Job:
     def count(self, kind: str) -> int:
         """Count the events of a kind in a fresh run, which also evaluates before its first step."""
         if kind == "checkpoint":
-            # Rolling ones, and evaluations, which save when they are the best so far.
-            a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
-            counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
-            return counts[0] + counts[1] - counts[2]
+            return count_saves(self.config, self.max_steps)
         freq = frequencies(self.config).get(kind)
         return 0 if freq is None else count_due(0, freq, self.max_steps) + (kind == "eval")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.config.derived import MANY_EPOCHS, BatchPlan, count_steps, plan_batches
+from gpt2lab.config.derived import MANY_EPOCHS, BatchPlan, count_saves, count_steps, plan_batches
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import options_of
 from gpt2lab.model.counts import checkpoint_bytes, count_parameters, training_flops_per_token
@@ -64,8 +64,7 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
     keeps_epochs = wanted == "on" or (wanted == "auto" and epochs <= MANY_EPOCHS)
     # With tiny data, one step may end several epochs.
     ends = min(math.floor(epochs), max_steps) if keeps_epochs else 0
-    every, keep = config.checkpoint.checkpoint_freq, config.checkpoint.keep_checkpoints
-    rolling = min(math.ceil(max_steps / every) if every else 1, keep)
+    rolling = min(count_saves(config, max_steps), config.checkpoint.keep_checkpoints)
     return Plan(
         batch=batch,
         max_steps=max_steps,

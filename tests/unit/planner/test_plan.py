@@ -86,6 +86,13 @@ def test_a_plan_adds_up():
     assert plan.retained_checkpoints == 3 + 1 + 2 + 1
 
 
+def test_a_plan_has_room_for_the_checkpoints_of_evaluations():
+    """An evaluation that is the best so far saves, and retention keeps it as it keeps a rolling one."""
+    config = override(Config(), {"max_steps": 60, "eval_freq": 4, "checkpoint_freq": 0})
+    plan = make_plan(config, world_size=1, windows_per_epoch=10**6)
+    assert plan.retained_checkpoints == config.checkpoint.keep_checkpoints + 2 + 1
+
+
 @pytest.mark.parametrize(
     ("wanted", "epochs", "kept"), [("auto", 4, 4), ("auto", 5, 0), ("on", 5, 5), ("off", 1, 0)]
 )
