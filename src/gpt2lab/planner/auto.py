@@ -81,12 +81,10 @@ class TrainingPlanner:
                 compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
             )
             chosen |= preset_settings(self._preset, job, typed=request.chosen)
-        if self.memory is None:
-            return chosen
         if self.measures(request) or self._fits_schedule:
             detected = detect_hardware(device=config.system.device)
             here = job_on(detected, config, plan, train_tokens)
-            if self.measures(request):
+            if self.measures(request) and self.memory is not None:
                 found = measuring.find_batch_size(
                     here,
                     run_dir.parent,
@@ -96,6 +94,8 @@ class TrainingPlanner:
                 chosen["mini_batch_size"] = found["mini_batch_size"]
             if self._fits_schedule:
                 chosen["max_steps"] = steps_in_window(here, detected, run_dir.parent)
+        if self.memory is None:
+            return chosen
         check_memory(config, plan, train_tokens=train_tokens)
         return chosen
 
