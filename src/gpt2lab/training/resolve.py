@@ -252,7 +252,8 @@ def plan_steps(
         left_open = request.open_settings if done is None else frozenset()
         decided = planner.choose(
             dataclasses.replace(request, open_settings=left_open),
-            config,
+            # No evaluation reads more than there is.
+            override(config, {"val_tokens": min(data.tokens("val"), config.eval.val_tokens)}),
             plan,
             run_dir=settings.run_dir,
             train_tokens=data.tokens("train"),

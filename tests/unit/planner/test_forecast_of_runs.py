@@ -88,7 +88,8 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(tiny_flags
     predicted = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
     assert predicted["high_hours"] <= 0.05
     planner = TrainingPlanner(fits_schedule=True)
-    command = parse([*tiny_flags, *fit, "--run_name=new"])
+    small = "--val_tokens=1B"  # there are some hundred
+    command = parse([*tiny_flags, *fit, small, "--run_name=new"])
     planned = resolve(command, world_size=1, set_aside=False, planner=planner)
     assert 1 <= planned.plan.max_steps < 1_000_000, "a dry run plans what the run would do"
     with pytest.raises(ConfigError, match="--max_hours"):
