@@ -184,6 +184,7 @@ class RunClock:
         """`began`: monotonic clock; `expected_seconds`: upper bound of the forecast for the full run."""
         self.progress = Progress(last_step=last_step, frequencies=frequencies(config))
         self._began, self._expected = began, expected_seconds
+        self._tokens = config.batch.total_batch_size
         hours = config.length.max_hours
         self._limit = None if hours is None else 3600 * hours
         self._elapsed_before = self._said = 0.0
@@ -194,8 +195,9 @@ class RunClock:
         self._elapsed_before = log.spent_seconds()
         if same_hardware:
             others = [e for e in log.events if e["event"] != "done" and history.stall_of(e)]
-            self.progress.inherit(
-                log.column("step_seconds")[-MOST_STEPS - WARM_UP :].tolist(),
+            rates = log.column("tokens_per_second")[-MOST_STEPS - WARM_UP :]
+            self.progress.inherit(  # a step may have had fewer tokens than now
+                (self._tokens / rates[rates > 0]).tolist(),
                 [(event["event"], history.stall_of(event) or 0.0) for event in others],
             )
 

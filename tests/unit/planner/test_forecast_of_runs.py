@@ -188,6 +188,15 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast(tmp_path):
         assert resumed.is_on_track(left) is on_track
 
 
+def test_a_pace_that_is_inherited_is_that_of_a_step_of_this_start(tmp_path):
+    """Earlier steps had 64 tokens, those of this start have 524,288."""
+    (tmp_path / "metrics.jsonl").write_text("".join(lines_of_a_start(3)))
+    resumed = clock(None, ago=0)
+    resumed.take_over(tmp_path, same_hardware=True)
+    third = history.read_log(tmp_path).column("step_seconds")[2]  # after the warm-up
+    assert resumed.progress.pace().value == pytest.approx(third * 524_288 / 64)
+
+
 def test_a_start_counts_from_the_beginning_of_its_process():
     """A moment between those before its start and after its end, by the clock that all processes share."""
     code = "from gpt2lab.commands.train import _process_began; print(_process_began())"
