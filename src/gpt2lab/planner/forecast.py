@@ -131,8 +131,12 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     needed = (document.get("memory") or {}).get("total")
     losses = log.current("eval")
     hours = log.spent_seconds() / 3600
-    # A run whose length was changed is not the one that was forecast; no forecast counts CORE.
-    is_same = predicted.get("total_steps") == int(log.numbers[-1]) and not log.current("core")
+    # A run whose length or batch was changed is not the one that was forecast; no forecast counts CORE. That of a
+    # branch, which begins later than at step 0, is of its own steps.
+    begins = log.of_kind("begin")
+    taken = int(log.numbers[-1]) - (begins[0]["step"] if begins else 0)
+    is_same = predicted.get("total_steps") == taken and not log.current("core")
+    is_same = is_same and len({begin.get("tokens_per_step") for begin in begins}) < 2
     actual = {
         "hours": hours,
         "steps": int(log.numbers[-1]),

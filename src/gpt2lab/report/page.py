@@ -207,7 +207,7 @@ def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
     value, *bounds = (3600 * span[f"{name}_hours"] for name in ("estimated", "low", "high"))
     note = "" if actual else "so far"
     if actual and actual.get("time_accuracy") is None:
-        note = "forecast of another length, or without CORE"
+        note = "forecast of another length or batch, or without CORE"
     rows.append(("time", fmt.duration, value, bounds, spent, note))
     if rate.get("value") is not None:
         median = float(np.nanmedian(log.column("tokens_per_second")))

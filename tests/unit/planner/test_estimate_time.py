@@ -320,4 +320,12 @@ def test_a_forecast_is_scored(a_run):
     (a_run / forecast.FILE).write_text(json.dumps(document))
     changed = forecast.complete(a_run, history.read_log(a_run))
     assert changed["time_accuracy"] is changed["inside_interval"] is None
+    text = metrics.read_text()
+    metrics.write_text(text.replace('"event": "begin", "step": 0', '"event": "begin", "step": 100'))
+    assert forecast.complete(a_run, history.read_log(a_run))["inside_interval"], "a branch's steps"
+    begun = {"event": "begin", "step": 500, "time": 1.7e9, "attempt": 2, "max_steps": 500}
+    begun |= {"world_size": 1, "tokens_per_step": 1024}
+    with open(metrics, "a") as file:  # another batch from here on
+        file.write(json.dumps(begun) + "\n")
+    assert forecast.complete(a_run, history.read_log(a_run))["time_accuracy"] is None
     assert "no finished run" in forecast.describe_history(a_run.parent)[1]
