@@ -96,7 +96,7 @@ def estimate_remaining(run_dir: Path) -> Remaining:
         stall = history.stall_of(event)
         if event["attempt"] == attempt and stall is not None and event["event"] != "done":
             progress.record_event(event["event"], stall)
-    step = int(log.numbers[-1]) if len(log.numbers) else 0
+    step = int(log.numbers[-1]) if len(log.numbers) else begin["step"]  # of a branch
     actual = (read_json(run_dir / "estimate.json") or {}).get("actual")
     return Remaining(run_dir, config, log, progress, step, last_step, actual)
 

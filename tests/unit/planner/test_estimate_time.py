@@ -259,6 +259,9 @@ def test_milestones_count_the_tokens_that_earlier_starts_trained_with_another_ba
     found = remaining.remaining_as_json(remaining.estimate_remaining(a_run), 0.0)
     assert found["milestones"][0]["tokens"] == 7 + 250 * 524_288
     assert found["dataset_info"]["training_tokens"] == 7 + 500 * 524_288
+    begun = log.read_text().splitlines()[0].replace('"step": 0', '"step": 400')
+    log.write_text(f"{begun}\n")  # a branch before its first step
+    assert remaining.estimate_remaining(a_run).step == 400
 
 
 @pytest.mark.parametrize(
