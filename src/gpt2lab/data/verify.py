@@ -162,12 +162,16 @@ class SplitStats:
     shard counts once.
     """
 
-    shards: int
-    tokens: int
+    shards: tuple[int, ...]  # tokens of each
     largest_id: int
     text_bytes: int | None  # None where the text of an id is not known
     tokenizer: Tokenizer | None
     lengths: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of all shards."""
+        return sum(self.shards)
 
 
 def measure(folder: Path) -> dict[str, SplitStats]:
@@ -200,8 +204,7 @@ def _measure_split(
     starts = np.array([] if end_of_text.place == "before" else [0], np.int64)
     text_bytes = [fact["text_bytes"] for fact in facts]
     return SplitStats(
-        shards=len(shards),
-        tokens=tokens,
+        shards=tuple(shard.tokens for shard in shards),
         largest_id=max(fact["max_id"] for fact in facts),
         text_bytes=None if None in text_bytes else sum(text_bytes),
         lengths=np.diff(np.concatenate([starts, *bounds, ends])),
@@ -223,7 +226,7 @@ def _column(split: SplitStats) -> dict[str, str]:
         figures = [lengths.mean(), *np.quantile(lengths, [0.5, 0.9, 1.0])]
         length = [f"{figure:,.0f}" for figure in figures]
     return {
-        "shards": f"{split.shards:,}",
+        "shards": f"{len(split.shards):,}",
         "tokens": f"{tokens:,}",
         "documents": f"{len(lengths):,}",
         "text": "n/a" if text is None else fmt.num_bytes(text),
@@ -231,5 +234,5 @@ def _column(split: SplitStats) -> dict[str, str]:
         **{f"document, {kind}": value for kind, value in zip(kinds, length, strict=True)},
         "tokenizer": "not known" if split.tokenizer is None else split.tokenizer.title,
         "largest id": f"{split.largest_id:,}",
-        **{f"windows of {T}": f"{(tokens - split.shards) // T:,}" for T in (256, 1024)},
+        **{f"windows of {T}": f"{sum((n - 1) // T for n in split.shards):,}" for T in (256, 1024)},
     }
