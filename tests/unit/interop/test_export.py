@@ -140,9 +140,11 @@ def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):
     assert "| training data | `data`, fingerprint `" in card
     assert "planned 1h 00m (30m 00s ... 2h 00m), actual 1h 30m" in card
     target = find_target("small", folder / "runs")
+    target.checkpoint.manifest["tokens"] = 200  # a resume had another batch
     numbers = {"out": "s", "dtype": "float32", "parameters": 1}
     write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
     card = (tmp_path / "README.md").read_text()
+    assert " 200 in 4 steps, " in card
     assert "planned" not in card
     assert "HellaSwag" not in card
 
