@@ -266,6 +266,12 @@ def test_a_tuned_modern_model_carries_its_chat_template(folder, tmp_path):
     assert "LoRA of rank 2, merged" in (tmp_path / "x" / "README.md").read_text()
 
 
+def test_the_card_of_an_untied_head_says_so(tmp_path):
+    train(tmp_path, "bpe", "--head=untied", "--max_steps=1")
+    ask("export_hf.py", "bpe", f"--out={tmp_path / 'x'}", folder=tmp_path)
+    assert "the head is a matrix with a bias, " in (tmp_path / "x" / "README.md").read_text()
+
+
 @pytest.fixture
 def sharded(folder, tmp_path) -> Path:
     out = tmp_path / "sharded"
