@@ -5,6 +5,7 @@ import math
 import shutil
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 import launch
@@ -175,6 +176,19 @@ def test_best_follows_the_run_back(run):
     assert run.labels()["best"] == "step_00000006"
     run.train("--resume=4", "--stop_after_steps=5")
     assert run.labels()["best"] == manifest.folder_name(run.saved_state(5)["best_step"])
+
+
+def test_the_best_loss_on_other_data_is_not_the_bar(run, tiny_data, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "easy").mkdir(exist_ok=True)
+        np.save(tmp_path / "easy" / f"easy_{split}_000000.npy", np.full(2000, 5, np.uint16))
+    common = ["--max_steps=6", "--eval_freq=2", "--max_lr=0.02"]
+    run.train(*common, f"--data_dir={tmp_path / 'easy'}", "--stop_after_steps=4")
+    run.train("--resume=latest", f"--data_dir={tiny_data}", "--allow_change=data,data_dir")
+    easy, other = (run.events("eval", attempt=start)[-1]["val_loss"] for start in (1, 2))
+    assert other > easy, "the claim needs a higher loss"
+    assert run.labels()["best"] == "step_00000006"
+    assert run.saved_state(6)["best_val_loss"] == other
 
 
 def test_going_back_again_and_again_keeps_every_superseded_checkpoint(run):

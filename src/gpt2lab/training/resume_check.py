@@ -117,8 +117,9 @@ def load_state(
     if guarded := _guarded_changes(start):
         record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
         state = dataclasses.replace(state, history=(*state.history, record))
-    if "data" in start.changes:  # its sample numbers mean other windows: begin at the first
-        state = dataclasses.replace(state, samples=0)
+    if "data" in start.changes:
+        # Sample numbers mean other windows: begin at the first. Losses are of another validation split.
+        state = dataclasses.replace(state, samples=0, best_val_loss=None, best_step=None)
     return state
 
 
