@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from gpt2lab.model.hf_config import our_name
 
 _T = TypeVar("_T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_WRAPPERS = ("module.", "_orig_mod.")  # DDP's and torch.compile's
+_WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")  # DDP's and torch.compile's
 _HEADS = ("n_head", "num_heads")
 _RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 _SCALAR: Any = np.float64(0).__reduce__()[0]
@@ -199,10 +200,7 @@ def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return {our name: fp32 tensor}, in the file's order."""
     ours: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
-        name = str(full_name)
-        for wrapper in _WRAPPERS:
-            name = name.removeprefix(wrapper)
-        short = our_name(name)
+        short = our_name(_WRAPPERS.sub("", str(full_name), count=1))
         if short is None:
             continue
         ours[short] = _as_float(str(full_name), tensor)

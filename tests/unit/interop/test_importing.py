@@ -20,6 +20,7 @@ import torch
 
 import launch
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.interop.foreign import read_foreign
 from gpt2lab.interop.import_checkpoint import import_checkpoint
 from tiny import parse
 from whole_run import Run
@@ -247,6 +248,17 @@ def test_what_does_not_fit_is_named(case, origin, become, tmp_path, wording):
     with pytest.raises(CheckpointError, check=wording):
         take(become, write(tmp_path / "ckpt.pt", nano(origin, **MISFITS[case](origin))))
     assert not become.path.exists()
+
+
+@pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module."])
+def test_wrappers_come_off_in_any_order(prefix, origin, tmp_path):
+    """torch.compile of DDP, or DDP of what torch.compile returned."""
+    file = write(tmp_path / "ckpt.pt", nano(origin, model=model_of(origin, prefix)))
+    weights = read_foreign(file, trust=False).weights
+    assert all(
+        torch.equal(weights[our(n)], w) for n, w in model_of(origin).items() if our(n) in weights
+    )
+    assert len(weights) == len(their_names())
 
 
 def test_a_swapped_moment_is_rejected(origin, become, tmp_path):
