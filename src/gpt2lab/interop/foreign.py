@@ -85,8 +85,8 @@ def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
     problems = Problems()
     found = problems.of
     weights = found(lambda: _weights(content["model"])) or {}
-    n_head = found(lambda: _heads(content))
-    model = found(lambda: _shape(weights, n_head or 1)) if weights else None
+    heads = found(lambda: _heads(content))
+    model = found(lambda: _shape(weights, 1 if heads is None else heads)) if weights else None
     added: dict[str, torch.Tensor] = {}
     if model is not None:
         wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
@@ -163,7 +163,7 @@ def _load(path: Path, *, trust: bool) -> Any:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (
         *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError),
-        *(KeyError, AttributeError, TypeError, IndexError),
+        *(KeyError, AttributeError, TypeError, IndexError, zipfile.BadZipFile),
     ) as error:
         reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
         raise CheckpointError(
@@ -204,6 +204,8 @@ def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if short is None:
             continue
         ours[short] = _as_float(str(full_name), tensor)
+    if not ours:
+        raise CheckpointError("`model` holds no weights")
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
         raise CheckpointError(
@@ -214,8 +216,9 @@ def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _as_float(name: str, tensor: Any) -> torch.Tensor:
     """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is rejected."""
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{name} is not a tensor")
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    if not is_plain or tensor.is_nested or not tensor.is_cpu or not tensor.is_floating_point():
+        raise CheckpointError(f"{name} is not a dense tensor of floating-point numbers")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(f"{name} claims more values than the file holds")
     return tensor.float().contiguous()
@@ -302,9 +305,12 @@ def _moments(
                 if moment.shape != weights[name].shape or not torch.isfinite(moment).all():
                     raise CheckpointError(f"the optimizer's {key} does not fit {name}")
                 ours[name][key] = moment
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        steps = {int(values["step"]) for values in ours.values()}
+    except (
+        *(LookupError, TypeError, AttributeError),
+        *(ArithmeticError, ValueError, RuntimeError),
+    ) as error:
         raise CheckpointError(f"its optimizer is not AdamW's state ({error!r})") from error
-    steps = {int(values["step"]) for values in ours.values()}
     if len(steps) != 1:
         raise CheckpointError("the optimizer's parameters have different numbers of steps")
     return ours, steps.pop()
@@ -315,10 +321,10 @@ def _step(content: dict[str, Any], counted: int | None) -> int:
 
     With fp16 nanoGPT leaves out updates: then its optimizer has counted fewer.
     """
-    if type(content.get("iter_num")) is int:
-        return int(content["iter_num"])
-    if counted is not None:
-        return counted
-    if type(content.get("step")) is int:
-        return int(content["step"]) + 1  # that program counts from 0
-    raise CheckpointError("neither iter_num nor step: the number of updates is unknown")
+    step = content["iter_num"] if type(content.get("iter_num")) is int else counted
+    if step is None and type(content.get("step")) is int:
+        step = int(content["step"]) + 1  # that program counts from 0
+    if step is None or step < 0:
+        which = "neither iter_num nor step" if step is None else f"{step} updates"
+        raise CheckpointError(f"{which}: the number of updates is unknown")
+    return step

@@ -240,7 +240,22 @@ MISFITS: dict[str, Callable[[Run], dict[str, Any]]] = {
     "five heads": lambda o: {"model_args": NANO | {"n_head": 5}},
     "no step": lambda o: {"optimizer": None, "iter_num": None},
     "other groups": lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}},
+    "no tensors": lambda o: {"model": {}},
+    "sparse": with_tensor("transformer.ln_f.bias", torch.ones(32).to_sparse()),
+    "without values": with_tensor("transformer.ln_f.bias", torch.ones(32, device="meta")),
+    "complex": with_tensor("transformer.ln_f.bias", torch.ones(32, dtype=torch.complex64)),
+    "no heads": lambda o: {"model_args": NANO | {"n_head": 0}},
+    "a step before the first": lambda o: {"iter_num": -1},
+    "steps that are no number": lambda o: {"optimizer": with_steps(o, torch.tensor(torch.nan))},
+    "endless steps": lambda o: {"optimizer": with_steps(o, torch.tensor(torch.inf))},
 }
+
+
+def with_steps(origin: Run, steps: torch.Tensor) -> dict[str, Any]:
+    optimizer = optimizer_of(origin)
+    for values in optimizer["state"].values():
+        values["step"] = steps
+    return optimizer
 
 
 @pytest.mark.parametrize("case", MISFITS)
@@ -248,6 +263,14 @@ def test_what_does_not_fit_is_named(case, origin, become, tmp_path, wording):
     with pytest.raises(CheckpointError, check=wording):
         take(become, write(tmp_path / "ckpt.pt", nano(origin, **MISFITS[case](origin))))
     assert not become.path.exists()
+
+
+def test_a_damaged_archive_is_rejected_by_name(origin, become, tmp_path):
+    file = write(tmp_path / "ckpt.pt", nano(origin))
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x03", 1))  # of the list of its files
+    with pytest.raises(CheckpointError, match=r"ckpt\.pt: not a checkpoint that torch\.save"):
+        take(become, file)
 
 
 @pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module."])
