@@ -134,6 +134,15 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     assert result.total("documents") == 2999
 
 
+@pytest.mark.parametrize("row", ['"a quote that nothing ends,2', '"he said "no" again",2'])
+def test_a_csv_of_stray_quotes_is_an_error(row, tmp_path):
+    """Read leniently, the first swallows all rows below it, and the second loses one quote of four."""
+    lines = ["text,id", *(f"text number {i},{i}" for i in range(40)), row, "the last,3", ""]
+    (tmp_path / "corpus.csv").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"corpus.csv: not readable after row 41 \("):
+        run_prepare(tmp_path / "corpus.csv", tmp_path / "out")
+
+
 def test_two_workers_may_finish_one_group(tmp_path, monkeypatch):
     """On a cluster a task that was taken for dead may still be running."""
     source = open_source(str(write_jsonl(tmp_path / "c.jsonl", MANY)), text_column="text")
