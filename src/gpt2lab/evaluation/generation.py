@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from gpt2lab.errors import CheckpointError
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT, KVCache
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -29,7 +30,6 @@ def draw(
     longer than the context drops its oldest half: learned positions cannot move, so the rest is read again.
     """
     device, T = next(model.parameters()).device, model.config.context_length
-    real = model.config.id_limit
     start = list(prompt) or [end_of_text]
     ids = torch.tensor([start] * len(generators))  # (B, all ids so far)
     fresh, caches = ids[:, -T:], model.new_caches()
@@ -37,7 +37,7 @@ def draw(
     for _ in range(max_new_tokens):
         with for_changing_shapes():
             hidden = model.extend(fresh.to(device), caches)[:, -1]  # (B, C)
-        logits = model.head(hidden)[:, :real].float().cpu()  # (B, V_real)
+        logits = _scores(model, hidden).cpu()
         drawn = [
             end_of_text if over else _pick(row, generator, temperature, top_k, top_p)
             for over, row, generator in zip(ended, logits, generators, strict=True)
@@ -67,7 +67,7 @@ def draw_each(
 
     Prompt and new tokens fit into the context. Shorter prompts are padded on the left, and a mask hides the padding.
     """
-    device, real = next(model.parameters()).device, model.config.id_limit
+    device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
     width = int(lengths.max())
     fresh = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -81,7 +81,7 @@ def draw_each(
     for number in range(max_new_tokens):
         with for_changing_shapes():
             stream = model.stream(fresh.to(device), positions.to(device), mask.to(device), caches)
-        logits = model.head(model.ln_f(stream)[:, -1])[:, :real].float()  # (B, V_real)
+        logits = _scores(model, model.ln_f(stream)[:, -1])
         if temperature == 0:
             drawn = logits.argmax(dim=1).tolist()
         else:
@@ -93,6 +93,17 @@ def draw_each(
         fresh = torch.tensor(drawn)[:, None]  # (B, 1)
         positions = positions[:, -1:] + 1
         mask = seen[:, None, : width + number + 1]
+
+
+def _scores(model: GPT, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the scores of the real ids, (B, V_real), of hidden states (B, C)."""
+    logits = model.head(hidden)[:, : model.config.id_limit].float()
+    if not logits.isfinite().all():
+        raise CheckpointError(
+            "the model's scores are not finite, so nothing can be drawn: its weights hold NaN, or values too large; "
+            "use an earlier checkpoint"
+        )
+    return logits
 
 
 def _pick(

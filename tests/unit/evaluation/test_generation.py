@@ -14,6 +14,7 @@ from benchmarks.sample import compare_with_rerun, describe
 from gpt2lab.config.schema import ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import CheckpointError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
@@ -267,6 +268,19 @@ def padded_model() -> GPT:
     """Return a model with the 47 padding rows of the default vocabulary."""
     config = ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=6, vocab_size=50304)
     return build_model(config, seed=1, device=torch.device("cpu")).eval()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_nothing_is_drawn_from_scores_that_are_not_numbers(folder, temperature):
+    """Greedily it would be id 0 again and again, which looks like text of a bad model."""
+    model = model_of(folder)
+    with torch.no_grad():
+        model.ln_f.weight[0] = torch.nan
+    with pytest.raises(CheckpointError, match="scores are not finite"):
+        continued(model, [1], max_new_tokens=2, temperature=temperature)
+    one = {"generators": [torch.Generator()], "top_k": 0, "top_p": 1.0}
+    with pytest.raises(CheckpointError, match="scores are not finite"):
+        next(draw_each(model, [[1]], max_new_tokens=2, temperature=temperature, **one))
 
 
 def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_model):
