@@ -66,7 +66,7 @@ class ImportOptions:
     end_of_text: Place | None = option(
         None, "position of the end-of-text id relative to its document; default: the format's"
     )
-    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
+    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer", least=0)
     format: Layout | None = option(
         None, "default by the name and the first bytes; raw: ids without a header"
     )
@@ -248,7 +248,7 @@ def _by_words(folder: Path, names: list[str]) -> dict[str, list[str]]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort by the numbers in a name, so that part_2 comes before part_10."""
     return [
-        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)
     ]
 
 

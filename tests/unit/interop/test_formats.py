@@ -287,6 +287,14 @@ def test_what_is_said_of_files_must_fit_them(tmp_path, case, wording):
     assert not (tmp_path / "shards.json").exists()
 
 
+def test_a_digit_that_is_no_number_is_part_of_a_name(tmp_path):
+    """Between two numbers, ² alone would be taken for one."""
+    for name in ("x1²10_train.bin", "x1²9_train.bin", "x1²1_val.bin"):
+        token_files.write_raw(tmp_path / name, documents(2, 1))
+    names = [file["name"] for file in import_folder(tmp_path)["files"]]
+    assert names == ["x1²9_train.bin", "x1²10_train.bin", "x1²1_val.bin"]
+
+
 def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path):
     mixed = documents(20, 1, place="after") + documents(20, 2, place="none")
     token_files.write_datatrove(tmp_path / "train.ds", mixed)
@@ -499,3 +507,5 @@ def test_the_command_says_how_it_took_the_files(tmp_path):
     tokens = open_data(out, vocab_size=50304).tokens("val")
     assert tokens == len(flat(made_splits("after")["val"][0]))
     launch.rejected(launch.call("data", "import", folder, "--offset", "-2"))
+    below = launch.call("data", "import", folder, "--end_of_text_id", "-1")
+    assert "end_of_text_id -1 must be at least 0" in launch.rejected(below)
