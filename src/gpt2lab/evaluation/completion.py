@@ -176,7 +176,8 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
     if out.exists():
         raise ConfigError(f"{out}: exists already; choose another --out")
     try:
-        with system_errors_as(DataError, source), open(source, encoding="utf-8-sig") as lines:
+        told = system_errors_as(DataError, source, fix="--batch takes a text file")
+        with told, open(source, encoding="utf-8-sig") as lines:
             prompts = [line.removesuffix("\n") for line in lines]
     except UnicodeDecodeError as error:
         raise DataError(f"{source}: not UTF-8 text ({error})") from error

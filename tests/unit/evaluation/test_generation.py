@@ -242,6 +242,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder, tmp_path):
         *("hf --prompt=x --temperature=-1", "hf --prompt=x --top_p=0", "no/such/run --prompt=x"),
         *("hf --prompt=x --num_samples=0", "hf --batch=long.txt --out=o", "hf --prompt=LONG"),
         *("hf --batch=missing.txt --out=o", "hf --batch=empty.txt --out=o"),
+        "hf --batch=hf --out=o",
         *("hf --batch=ok.txt --out=no/folder/o", "hf --start=x --out_dir=o"),
     ],
 )
