@@ -96,8 +96,8 @@ class FaultRun:
         return process.wait(timeout=seconds)
 
     def errors(self) -> str:
-        """Return what the last start wrote to stderr."""
-        return (self.folder / "err.txt").read_text()
+        """Return what the last start wrote to stderr, but for its lines of progress."""
+        return launch.without_progress((self.folder / "err.txt").read_text())
 
     def said(self) -> str:
         """Return what all starts wrote to stdout."""
