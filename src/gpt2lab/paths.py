@@ -38,7 +38,9 @@ def expand_user(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         user = Path(path).parts[0]
-        raise ConfigError(f"{path}: nobody knows the home folder {user}; type its path") from error
+        raise ConfigError(
+            f"{path}: no home folder is known for {user}; type the full path"
+        ) from error
 
 
 def runs_folder(typed: Path | None) -> Path:

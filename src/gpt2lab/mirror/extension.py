@@ -270,9 +270,9 @@ def check_mirror(url: str, run_dir: Path, request: RunRequest) -> str | None:
     except ConfigError as error:
         if is_resumed and own is None:
             raise ConfigError(
-                f"{run_dir / METRICS}: has no first line, by which a mirror knows the run; move {run_dir} away and "
+                f"{run_dir / METRICS}: has no first line, which tells a mirror the run; move {run_dir} away and "
                 f"--resume latest --checkpoint_mirror {fmt.word_of_bash(url)} fetches the copies with their log, "
-                f"or go on without: --checkpoint_mirror None"
+                f"or continue without the mirror: --checkpoint_mirror None"
             ) from error
         raise
     except Exception as error:
