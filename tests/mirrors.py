@@ -8,7 +8,7 @@ from typing import Any
 from gpt2lab.checkpoint import manifest
 from gpt2lab.mirror.storage import Mirror
 
-FACTS: dict[str, Any] = {"run": "run", "tokens": 1, "config": {}, "data_fingerprint": "f"}
+FACTS: dict[str, Any] = {"tokens": 1, "config": {}, "data_fingerprint": "f"}
 FACTS["environment"] = {"world_size": 1}
 FIRST_LINE = '{"event": "begin", "time": 1.0, "attempt": 1, "step": 0}\n'
 WAIT = 60.0  # seconds until a test that hangs fails
@@ -30,7 +30,7 @@ def commit(
 ) -> Path:
     """Commit a checkpoint of random bytes, some of them above one block of a copy."""
     weights = os.urandom(5 * 2**20 if step == 1 else 1000)
-    facts = FACTS | {"step": step, "kind": kind, "attempt": attempt}
+    facts = FACTS | {"run": run_dir.name, "step": step, "kind": kind, "attempt": attempt}
     facts["created"] = float(step) if created is None else created
     files = {"model.safetensors": [weights], "state.json": [b"{}"]}
     manifest.commit(run_dir, manifest.Draft(step, files, facts))

@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -121,8 +120,8 @@ class RayTask:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     replace_durably(path, content)
             newest, _ = catalog.newest_valid(folder, set_aside=False)
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is the table's
-                fetch_newer(url, folder, newest)
+            for warning in fetch_newer(url, folder, newest, tell=say):
+                say(f"{self._run.name}: {warning}")
         elif not code and folder not in folder.parent.glob("*"):
             raise CheckError(
                 f"{self._run.name} was trained where this machine does not see it; give an --out that all nodes share, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -63,7 +64,8 @@ class CheckpointMirror(Extension):
             return
         if request.resume in ("latest", "auto"):
             newest, damaged = catalog.newest_valid(run_dir, set_aside=True)
-            self._warnings = damaged + fetch_newer(url, run_dir, newest)
+            tell = functools.partial(print, flush=True)
+            self._warnings = damaged + fetch_newer(url, run_dir, newest, tell=tell)
         if (warning := check_mirror(url, run_dir, request)) is not None:
             self._warnings.append(warning)
 
@@ -168,8 +170,12 @@ def find_mirrored(request: RunRequest) -> tuple[str, Path] | None:
     return None if url is None else (url, run_dir)
 
 
-def fetch_newer(url: str, run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
+def fetch_newer(
+    url: str, run_dir: Path, newest: CheckpointInfo | None, *, tell: Callable[[str], None]
+) -> list[str]:
     """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return warnings.
+
+    `tell` gets a line before a download.
 
     Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
     the mirror cannot say or give one: whether the run has begun would be a guess.
@@ -191,7 +197,7 @@ def fetch_newer(url: str, run_dir: Path, newest: CheckpointInfo | None) -> list[
                 continue
             try:
                 size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
-                print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
+                tell(f"fetching step {copy.step} ({size}) from {mirror.url}")
                 # Locked, and swept of what a killed download left.
                 with contextlib.closing(RunFolder(run_dir)):
                     mirror.fetch(copy, run_dir)

@@ -131,7 +131,7 @@ def test_a_download_that_hangs_is_given_up(run_dir, fresh, monkeypatch, bucket):
     monkeypatch.setattr(LocalFileOpener, "read", wait)
     monkeypatch.setattr("gpt2lab.mirror.storage.ANSWER_SECONDS", 0.2)
     with pytest.raises(CheckpointError, match=r"no answer in .*no checkpoint; try again, or start"):
-        fetch_newer(url, fresh, None)
+        fetch_newer(url, fresh, None, tell=print)
     free.set()
     assert [path.name for path in fresh.iterdir()] == ["run.lock"]
 
