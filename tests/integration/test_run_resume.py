@@ -189,6 +189,7 @@ def test_the_best_loss_on_other_data_is_not_the_bar(run, tiny_data, tmp_path):
     assert other > easy, "the claim needs a higher loss"
     assert run.labels()["best"] == "step_00000006"
     assert run.saved_state(6)["best_val_loss"] == other
+    assert f"best {other:.4f} at step 6\n" in describe_run(run.path)
 
 
 def test_going_back_again_and_again_keeps_every_superseded_checkpoint(run):

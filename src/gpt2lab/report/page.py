@@ -8,6 +8,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,14 @@ def _title(config: Config, log: Log) -> str:
 
 
 def _tiles(log: Log) -> list[tuple[str, str, str]]:
-    evals, scores = log.current("eval"), log.current("hellaswag")
+    scores = log.current("hellaswag")
     first, newest = log.first_step(), log.last_step()
     tiles = []
     if first is not None and newest is not None:
         note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
         tiles.append(("training loss", fmt.number(newest.get("loss")), note))
-    if (best := log.best_eval()) is not None:
-        last = [event for event in evals.values() if event["val_loss"] is not None][-1]
+    if evals := log.evals_of_data():
+        last, best = evals[-1], min(evals, key=itemgetter("val_loss"))
         bits = f"; {last['bits_per_byte']:.4f} bits/byte" if last.get("bits_per_byte") else ""
         note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}{bits}"
         if log.average_loss is not None:

@@ -222,10 +222,12 @@ class Log:
                 by_step[event["step"]] = event
         return by_step
 
-    def best_eval(self) -> Event | None:
-        """Return the current evaluation with the lowest validation loss, None if none has a loss."""
-        measured = [e for e in self.current("eval").values() if e["val_loss"] is not None]
-        return min(measured, key=lambda event: event["val_loss"], default=None)
+    def evals_of_data(self) -> list[Event]:
+        """Return the current evaluations that have a loss, in order: those since the data were changed last."""
+        changes = [e["step"] for e in self.of_kind("resume") if "data" in e.get("changes", ())]
+        since = max(changes[-1:], default=-1)
+        measured = self.current("eval").values()
+        return [e for e in measured if e["val_loss"] is not None and e["step"] > since]
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""

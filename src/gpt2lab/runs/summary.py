@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import string
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -58,9 +59,8 @@ def _losses(log: Log) -> list[tuple[str, str]]:
         tokens = fmt.number(last.get("tokens"), ",d")
         span = f"{before} at step {first['step']:,} -> {now} at step {last['step']:,}"
         rows.append(("training loss", f"{span} ({tokens} tokens)"))
-    evals = log.current("eval")
-    if (best := log.best_eval()) is not None:
-        begin, final = evals[min(evals)], evals[max(evals)]
+    if evals := log.evals_of_data():
+        begin, final, best = evals[0], evals[-1], min(evals, key=itemgetter("val_loss"))
         se = final.get("val_loss_se")
         error = "" if se is None else f" +- {se:.4f}"
         text = (
