@@ -34,7 +34,7 @@ from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
-from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, without_secrets
+from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, is_installed, without_secrets
 from gpt2lab.training.extension import Extension, LiveRun
 
 FOLDER = "trackers"
@@ -112,14 +112,13 @@ class Trackers(Extension):
         """Start the processes, with a warning for one that cannot be used here."""
         self._run = run
         for name in run.start.config.log.trackers:
-            library = LIBRARIES[name]
             try:
-                if not library.is_installed():
+                if not is_installed(name):
                     raise OSError(f'it is not installed: pip install "gpt2lab[{name}]"')
                 settings = to_flat(run.start.config)
                 self._processes.append(TrackerProcess(run.start.run_dir, name, settings=settings))
             except OSError as error:
-                print(f"warning: no mirror at {library.label}: {error}", file=sys.stderr)
+                print(f"warning: no mirror at {LIBRARIES[name].label}: {error}", file=sys.stderr)
 
     def recorded(self, event: Mapping[str, Any], result: object) -> None:
         """Say once of each process that has ended too early."""
@@ -143,10 +142,10 @@ def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:
 
     Raises: ConfigError if the library is missing or fails, InUseError if another process sends.
     """
-    library = LIBRARIES[name]
-    if not library.is_installed():
+    label = LIBRARIES[name].label
+    if not is_installed(name):
         raise ConfigError(
-            f'{library.label} is not installed: pip install "gpt2lab[{name}]"; nothing was sent'
+            f'{label} is not installed: pip install "gpt2lab[{name}]"; nothing was sent'
         )
     ended = threading.Event()
     ended.set()
@@ -155,7 +154,7 @@ def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:
     except GPT2LabError:
         raise
     except Exception as error:  # of any kind: the library's
-        raise ConfigError(f"{library.label}: {_one_line(error)}") from error
+        raise ConfigError(f"{label}: {_one_line(error)}") from error
 
 
 @dataclass
@@ -177,7 +176,7 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
     """
     log = run_dir / METRICS
     with _claimed(run_dir, name) as file:
-        tracker = LIBRARIES[name].open()
+        tracker = LIBRARIES[name]()
         sent = _read_sent(file, tracker.place(run_dir))
         _find_place(log, sent, file.path)
         before = sent.rows

@@ -38,6 +38,8 @@ MOST_ROWS = 50  # of a batch; a killed process has sent at most one that is not 
 class WandB:
     """Weights & Biases. Its steps only go forward, so they count rows, and `training_step` is the axis."""
 
+    label = "W&B"
+
     def place(self, run_dir: Path) -> str:
         """Return server and project, `offline` or `disabled`."""
         if self._is_offline() or os.environ.get("WANDB_MODE") == "disabled":
@@ -90,6 +92,8 @@ class WandB:
 class Trackio:
     """trackio: an SQLite file on this machine, or a Space or server that its variables name."""
 
+    label = "trackio"
+
     def place(self, run_dir: Path) -> str:
         """Return the project and the address or folder."""
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
@@ -136,6 +140,8 @@ class Trackio:
 
 class MLflow:
     """MLflow: an SQLite file beside the runs, or the server that MLFLOW_TRACKING_URI names."""
+
+    label = "MLflow"
 
     def place(self, run_dir: Path) -> str:
         """Return the experiment and the address."""
@@ -209,24 +215,17 @@ class MLflow:
         return str(found.experiment_id)
 
 
-@dataclass(frozen=True)
-class Library:
-    """A tracker's name for people, the module that must be there, and its class."""
-
-    label: str
-    module: str
-    open: type[WandB | Trackio | MLflow]
-
-    def is_installed(self) -> bool:
-        """Tell whether the library is installed, without importing it."""
-        return importlib.util.find_spec(self.module) is not None
-
-
-LIBRARIES = {
-    "wandb": Library("W&B", "wandb", WandB),
-    "trackio": Library("trackio", "trackio", Trackio),
-    "mlflow": Library("MLflow", "mlflow", MLflow),
+# By the name of the library.
+LIBRARIES: dict[str, type[WandB | Trackio | MLflow]] = {
+    "wandb": WandB,
+    "trackio": Trackio,
+    "mlflow": MLflow,
 }
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether a library is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def without_secrets(text: str) -> str:

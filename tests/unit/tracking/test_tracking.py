@@ -18,7 +18,7 @@ from gpt2lab.config.schema import TRACKERS
 from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.tracking import followers as tracking
-from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, WandB, without_secrets
+from gpt2lab.tracking.trackers import LIBRARIES, Row, WandB, without_secrets
 from tiny import TEXT, edit_json, parse, pretrain
 from whole_run import SCALARS
 
@@ -73,7 +73,7 @@ def train(
     """Train with a stand-in for the library and return the run's folder."""
     (tmp_path / "wandb.py").write_text(stand_in.replace("{!r}", repr(str(tmp_path / "said"))))
     patch.setenv("PYTHONPATH", str(tmp_path))
-    patch.setattr(Library, "is_installed", lambda self: True)
+    patch.setattr(tracking, "is_installed", lambda name: True)
     patch.setattr(tracking, "FINISH_SECONDS", patience)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--track=wandb"]))
     return tmp_path / "r"
@@ -139,7 +139,7 @@ def test_a_hanging_mirror_is_left_behind_and_ends(plain, tmp_path, monkeypatch, 
 
 
 def test_a_missing_library_is_said_and_the_run_goes_on(plain, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Library, "is_installed", lambda self: False)
+    monkeypatch.setattr(tracking, "is_installed", lambda name: False)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--use_wandb"]))
     said = 'warning: no mirror at W&B: it is not installed: pip install "gpt2lab[wandb]"'
     assert said in capsys.readouterr().err
@@ -149,6 +149,7 @@ def test_a_missing_library_is_said_and_the_run_goes_on(plain, tmp_path, monkeypa
 class Recorder:
     """A tracker that keeps in memory what it is sent."""
 
+    label = "trackio"
     runs: list[str]
     rows: list[Row]
     where = "here"
@@ -169,7 +170,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch) -> type[Recorder]:
     Recorder.runs, Recorder.rows, Recorder.where = [], [], "here"
-    monkeypatch.setitem(LIBRARIES, "trackio", Library("trackio", "json", Recorder))  # type: ignore[arg-type]
+    monkeypatch.setitem(LIBRARIES, "trackio", Recorder)
     return Recorder
 
 
