@@ -23,14 +23,6 @@ _LARGEST = 1e30  # value that is drawn; the smallest one on a logarithmic scale 
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A path of the inner picture, with its CSS classes."""
-
-    classes: str
-    path: str
-
-
-@dataclass(frozen=True)
 class Picture:
     """A chart over one axis; places are in percent of its width and height."""
 
@@ -38,7 +30,7 @@ class Picture:
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     notes: list[tuple[float, str]]  # height, text
-    marks: list[Mark]
+    marks: list[tuple[str, str]]  # CSS classes, path of the inner picture
     hover: str  # JSON for page.js
 
 
@@ -176,13 +168,13 @@ def _picture(axis: Axis, panel: Panel, runs: Sequence[Curves], y: Scale) -> Pict
     places = [np.zeros(1), *(line.curve.x[axis] for line in panel.lines)]
     x = Scale.over(np.concatenate(places), margin=0.0)
     x_ticks, y_ticks = x.percent(x.ticks()), y.percent(y.ticks(), down=True)
-    marks = [Mark("grid", "".join(f"M0,{HEIGHT * at / 100:.0f}H{WIDTH}" for at, _ in y_ticks))]
+    marks = [("grid", "".join(f"M0,{HEIGHT * at / 100:.0f}H{WIDTH}" for at, _ in y_ticks))]
     for number, run in enumerate(runs):
         resumed = x.at(run.resumes[axis]) * WIDTH
         path = "".join(f"M{place:.0f},0V{HEIGHT}" for place in resumed if np.isfinite(place))
-        marks.append(Mark(f"{colour_of(number)} dotted", path))
+        marks.append((f"{colour_of(number)} dotted", path))
     notes = y.percent(panel.references, down=True)
-    marks.append(Mark("reference", "".join(f"M0,{10 * at:.0f}H{WIDTH}" for at, _ in notes)))
+    marks.append(("reference", "".join(f"M0,{10 * at:.0f}H{WIDTH}" for at, _ in notes)))
     for line in panel.lines:
         marks += _marks(line, x.at(line.curve.x[axis]), y)
     hover = {
@@ -191,11 +183,11 @@ def _picture(axis: Axis, panel: Panel, runs: Sequence[Curves], y: Scale) -> Pict
         "high": x.high,
         "series": [_values(line, axis) for line in panel.lines if line.name is not None],
     }
-    marks = [mark for mark in marks if mark.path]
+    marks = [(classes, path) for classes, path in marks if path]
     return Picture(axis, x_ticks, y_ticks, notes, marks, json.dumps(hover))
 
 
-def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
+def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[tuple[str, str]]:
     curve, colour = line.curve, _class_of(line)
     y = scale.at(curve.y)
     known = np.isfinite(x) & np.isfinite(y)
@@ -203,15 +195,15 @@ def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
     places = [f"{a:.0f},{b:.0f}" for a, b in zip(across, down, strict=True)]
     path = "M" + "L".join(places) if places else ""
     if line.kind != "points":
-        return [Mark(f"{colour} {line.kind}", path)]
+        return [(f"{colour} {line.kind}", path)]
     error = np.zeros(len(curve)) if curve.error is None else curve.error
     ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
     bars = zip(across, *ends, strict=True)
     errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
     # Lines of length 0: with round caps they are circles, however the picture is stretched.
     dots = "".join(f"M{place}h0" for place in places)
-    marks = [Mark(f"{colour} error", errors), Mark(f"{colour} points", dots)]
-    return [Mark(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
+    marks = [(f"{colour} error", errors), (f"{colour} points", dots)]
+    return [(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
 
 
 def _values(line: Line, axis: Axis) -> dict[str, Any]:

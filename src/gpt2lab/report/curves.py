@@ -208,14 +208,14 @@ class _Places:
 
     def spread(self, field: str) -> Curve:
         rows, values = self._known(field)
-        chosen = np.array(spread(range(len(values)), _POINTS), int)
-        return self._at(rows, chosen, values[chosen])
+        chosen = spread(range(len(values)), _POINTS)
+        return self._at(rows[chosen], values[chosen])
 
     def trace(self, field: str) -> Trace:
         rows, values = self._known(field)
         sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
         smooth = running_medians(values, even)
-        return Trace(self._at(rows, sharp, values[sharp]), self._at(rows, even, smooth))
+        return Trace(self._at(rows[sharp], values[sharp]), self._at(rows[even], smooth))
 
     def measured(self, events: Mapping[int, Mapping[str, Any]], metric: str) -> Curve:
         """Return at most 400 evaluations that have a metric, with their standard errors."""
@@ -228,20 +228,17 @@ class _Places:
             np.array(errors, float),
         )
 
-    def _known(self, field: str) -> tuple[np.ndarray | range, np.ndarray]:
+    def _known(self, field: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows in which a field is finite, and the values there."""
         values = self._log.column(field)
-        finite = np.isfinite(values)
-        if finite.all():
-            return range(len(values)), values
-        return np.flatnonzero(finite), values[finite]
+        rows = np.flatnonzero(np.isfinite(values))
+        return rows, values[rows]
 
-    def _at(self, rows: np.ndarray | range, chosen: np.ndarray, values: np.ndarray) -> Curve:
-        at = np.array([rows[i] for i in chosen], int)
+    def _at(self, rows: np.ndarray, values: np.ndarray) -> Curve:
         x: dict[Axis, np.ndarray] = {
-            "step": self._log.numbers[at].astype(float),
-            "tokens": self._tokens[at],
-            "hours": self._hours[at],
+            "step": self._log.numbers[rows].astype(float),
+            "tokens": self._tokens[rows],
+            "hours": self._hours[rows],
         }
         return Curve(x, values)
 
