@@ -148,38 +148,15 @@ class Validation:
         self._reader.verifier.wait()  # a damaged shard raises an error here
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
-        of_parts = np.sum(self._runtime.gather(of_parts), axis=0)
-        windows = hash_checksums(checksums)
+        nats, targets = self._parts.by_unit(np.sum(self._runtime.gather(of_parts), axis=0))
         every: np.ndarray | None = None
         if kept is not None:
             every = np.empty((count, T), kept.dtype)
             for rank, part in enumerate(self._runtime.gather(kept)):
                 every[rank::world] = part
-        return self._summarize(of_parts, num_bytes.sum(), windows, every)
-
-    def _summarize(
-        self, of_parts: np.ndarray, text_bytes: float, windows: str, kept: np.ndarray | None
-    ) -> ValidationLoss:
-        """Return the loss from the nats of all parts; `windows`: a hash of those measured."""
-        unit_nats, targets = self._parts.by_unit(of_parts)
-        per_unit, nats = unit_nats / targets, float(unit_nats.sum())
-        estimate, kind = estimate_mean(per_unit, targets), self._parts.kind
-        return ValidationLoss(
-            val_loss=float(unit_nats.sum() / targets.sum()),
-            val_loss_se=estimate.se,
-            val_tokens=len(self.samples) * self._order.context_length,
-            val_se_unit=kind,
-            val_effective_n=estimate.effective_n,
-            bits_per_byte=float(nats / math.log(2) / text_bytes) if text_bytes > 0 else None,
-            results=Results(
-                kind="validation",
-                units={"n": len(targets), "unit": kind, "windows": windows},
-                per_unit={"val_loss": per_unit},
-                details={},
-                weights=targets,
-            ),
-            token_losses=kept,
-        )
+        unit = self._parts.kind
+        units = {"n": len(targets), "unit": unit, "windows": hash_checksums(checksums)}
+        return loss_of_units(nats, targets, unit, units, num_bytes.sum(), every)
 
     def _measure_windows(
         self, rows: np.ndarray, model: GPT, of_parts: np.ndarray
@@ -197,6 +174,29 @@ class Validation:
         table = self._bytes_per_token
         num_bytes = table[windows[:, 1:]].sum(axis=1) if table is not None else np.zeros(len(rows))
         return np.stack([num_bytes, checksums_of(windows)]), nats
+
+
+def loss_of_units(
+    nats: np.ndarray,
+    targets: np.ndarray,
+    unit: Literal["document", "window", "conversation"],
+    units: dict[str, Any],
+    text_bytes: float,
+    token_losses: np.ndarray | None = None,
+) -> ValidationLoss:
+    """Return the loss from the nats and targets of each unit, both (U,); `units`: what identifies them."""
+    estimate = estimate_mean(nats / targets, targets)
+    bits = nats.sum() / math.log(2)
+    return ValidationLoss(
+        val_loss=float(nats.sum() / targets.sum()),
+        val_loss_se=estimate.se,
+        val_tokens=int(targets.sum()),
+        val_se_unit=unit,
+        val_effective_n=estimate.effective_n,
+        bits_per_byte=float(bits / text_bytes) if text_bytes > 0 else None,
+        results=Results("validation", units, {"val_loss": nats / targets}, {}, weights=targets),
+        token_losses=token_losses,
+    )
 
 
 def open_validation(

@@ -12,9 +12,8 @@ import torch
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
-from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
-from gpt2lab.evaluation.validation import ValidationLoss
+from gpt2lab.evaluation.validation import ValidationLoss, loss_of_units
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
 from gpt2lab.model.gpt import GPT
@@ -77,24 +76,10 @@ class AnswerLoss:
         bytes_each = self._tokenizer.byte_lengths()[ids[is_answer]]
         measured = tokens > 0  # --val_tokens may leave some conversations out
         nats, tokens = nats[measured], tokens[measured]
-        found, n = estimate_mean(nats / tokens, tokens), len(nats)
         digest = hashlib.sha256(self._ids.tobytes())
         digest.update(self._owner.tobytes())
-        return ValidationLoss(
-            val_loss=float(nats.sum() / tokens.sum()),
-            val_loss_se=found.se,
-            val_tokens=int(tokens.sum()),
-            val_se_unit="conversation",
-            val_effective_n=found.effective_n,
-            bits_per_byte=float(nats.sum() / math.log(2) / bytes_each.sum()),
-            results=Results(
-                kind="validation",
-                units={"n": n, "answers": digest.hexdigest()},
-                per_unit={"val_loss": nats / tokens},
-                details={},
-                weights=tokens,
-            ),
-        )
+        units = {"n": len(nats), "answers": digest.hexdigest()}
+        return loss_of_units(nats, tokens, "conversation", units, bytes_each.sum())
 
 
 def require_rouge() -> None:
