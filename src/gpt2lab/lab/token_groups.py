@@ -47,10 +47,8 @@ def by_frequency(windows: np.ndarray, per_million: np.ndarray) -> np.ndarray:
     targets = windows[:, 1:]
     table = np.zeros(max(len(per_million), int(targets.max(initial=0)) + 1))
     table[: len(per_million)] = per_million
-    group = (table > 0).astype(np.uint8)
-    for bound in _PER_MILLION:
-        group += table >= bound
-    return np.asarray(group[targets])
+    group = (table > 0) + np.digitize(table, _PER_MILLION)
+    return group.astype(np.uint8)[targets]
 
 
 # -- place -----------------------------------------------------------------------------------------------------------
@@ -92,18 +90,10 @@ def places_in_documents(
 
     `ends`: places of the tokens that end or divide documents in each shard. A document may go on in the next shard.
     """
-    places = np.empty((len(shards), T), np.int64)
-    carried, before = 0, []  # tokens of a shard's first document that lie in earlier shards
-    for found, tokens in zip(ends, shard_tokens, strict=True):
-        before.append(carried)
-        carried = tokens - 1 - int(found[-1]) if len(found) else carried + tokens
-    for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
-        targets = np.arange(offset + 1, offset + 1 + T)
-        number = np.searchsorted(ends[shard], targets)  # ends before the target itself
-        # Before the first end, the document began `before` tokens ahead of place 0.
-        begins = np.concatenate([[-1 - before[shard]], ends[shard]])[number]
-        places[row] = targets - begins
-    return places
+    begins = np.cumsum([0, *shard_tokens])  # places from here on count through all shards
+    marks = np.concatenate([[-1], *map(np.add, ends, begins)])
+    targets = (begins[shards] + offsets)[:, None] + np.arange(1, T + 1)  # (N, T)
+    return np.asarray(targets - marks[np.searchsorted(marks, targets) - 1])
 
 
 # -- repetition ------------------------------------------------------------------------------------------------------
