@@ -85,6 +85,7 @@ def record_of(
         "recompute": config.get("activation_checkpointing", "none"),
         "parallel": config.get("parallel", "ddp") if world > 1 else "ddp",
         "optimizer": config.get("optimizer", "adamw"),
+        "newton_schulz": config.get("newton_schulz", "fast"),
         "accumulation": tokens // config["context_length"] // world // micro,
         "steps": len(taken) - 2,
         "step_seconds": step,

@@ -133,11 +133,12 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
     line = calibration.record_of(
         log_of(events),
         environment | {"compile": "off", "mini_batch_size": config.batch.mini_batch_size},
-        vars(config.model) | vars(config.batch) | {"hellaswag_metrics": "all"},
+        vars(config.model) | vars(config.batch) | {"newton_schulz": "exact"},
         others=0.0,
         source="run",
     )
     assert line["ratios"]["hellaswag"] == pytest.approx(100)
+    assert line["newton_schulz"] == "exact"  # which Muon's rounds are counted by
     for metrics, texts, path, items in (
         *(("all", 2, None, 30), ("harness", 1, tmp_path / "not here", 30)),
         ("harness", 1, few, 12),
