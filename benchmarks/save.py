@@ -1,4 +1,4 @@
-"""Our checkpoint save, while training waits and by the writer process, against torch.save of the same, in turns."""
+"""Our checkpoint save, while training waits and by a thread, against torch.save of the same, in turns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, OptimConfig
 from gpt2lab.errors import ConfigError
@@ -46,17 +46,15 @@ def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) ->
             )
         model, optimizers = _trained(model_name)
         buffer = store.StagingBuffer(store.staging_bytes(model, optimizers), pin=False)
-        lock = os.open(scratch, os.O_RDONLY)  # a run's would be its run.lock
-        writer = Writer(buffer.shared, lock=lock)
         waited: dict[str, list[float]] = {}
 
         def save_async(target: Path) -> None:
             began = time.perf_counter()
             draft = _draft(target, store.collect(model, optimizers, keep=True, into=buffer))
-            writer.send(target, draft)
-            waited.setdefault(ASYNC, []).append(time.perf_counter() - began)
-            if error := writer.wait().error:
-                raise error
+            with ThreadPoolExecutor(1) as thread:
+                saved = thread.submit(manifest.commit, target, draft)
+                waited.setdefault(ASYNC, []).append(time.perf_counter() - began)
+            saved.result()
 
         ways: dict[str, Callable[[Path], None]] = {
             OURS: lambda target: _ours(target, model, optimizers),
@@ -77,9 +75,7 @@ def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) ->
                     seconds[way].append(time.perf_counter() - began)
                 sizes[way] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
                 shutil.rmtree(target)
-        writer.close()
         buffer.close()
-        os.close(lock)
     return {
         "model": model_name,
         "rounds": rounds,

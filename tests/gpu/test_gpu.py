@@ -54,7 +54,7 @@ def _flags(data: Path, folder: Path, *more: str) -> list[str]:
 def test_memory_that_cannot_be_pinned_leaves_no_error_behind():
     buffer = store.StagingBuffer(2**20, pin=True)
     assert buffer._is_pinned
-    assert not store._cuda("cudaHostRegister", buffer.shared.address, 2**20, 0)  # it is already
+    assert not store._cuda("cudaHostRegister", buffer.address, 2**20, 0)  # it is already
     assert torch.ones(3, device="cuda").sum().item() == 3
     buffer.close()
 

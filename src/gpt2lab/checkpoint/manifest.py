@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ class Draft:
     facts: dict[str, Any]
 
 
-def commit(run_dir: Path, draft: Draft) -> None:
-    """Write a checkpoint and commit it by one rename; the trainer and its writer process both call this.
+def commit(run_dir: Path, draft: Draft, *, may_rename: Callable[[], object] = lambda: None) -> None:
+    """Write a checkpoint and commit it by one rename, unless `may_rename` raises an error just before.
 
     Raises: OSError; then nothing has changed on disk, unless the step's folder exists: then only the flush of its name
     failed.
@@ -100,6 +101,7 @@ def commit(run_dir: Path, draft: Draft) -> None:
         write_durably(folder / MANIFEST, text.encode())
         sync_folder(folder)
         faultpoint("checkpoint.before_rename", step)
+        may_rename()
         os.rename(folder, run_dir / folder_name(step))  # the commit; fails if the step is there
         faultpoint("checkpoint.after_rename", step)
         sync_folder(run_dir)

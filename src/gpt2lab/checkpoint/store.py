@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch import nn
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import WEIGHTS
-from gpt2lab.checkpoint.writer import SharedBuffer
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, JsonFile, is_number, list_of, or_null
@@ -199,14 +199,18 @@ def _to_cpu(tensor: torch.Tensor, into: StagingBuffer | None) -> torch.Tensor:
 
 
 class StagingBuffer:
-    """Shared memory into which every save copies its tensors; page-locked for a GPU, whose copies are faster then."""
+    """Memory into which every save copies its tensors; page-locked for a GPU, whose copies are faster then."""
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
-        """Raises: OSError if there is not that much memory."""
-        self.shared = SharedBuffer(num_bytes)
-        self._bytes = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
+        """Take all the memory at once, so that no later save finds too little.
+
+        Raises: OSError.
+        """
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # Linux
+        self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes, flags), dtype=torch.uint8)
+        self.num_bytes, self.address = num_bytes, self._bytes.data_ptr()
         self._used = 0
-        self._is_pinned = pin and _cuda("cudaHostRegister", self.shared.address, num_bytes, 0)
+        self._is_pinned = pin and _cuda("cudaHostRegister", self.address, num_bytes, 0)
 
     def reset(self) -> None:
         """Begin a new checkpoint over the one before."""
@@ -220,10 +224,9 @@ class StagingBuffer:
         return taken.copy_(tensor, non_blocking=True)
 
     def close(self) -> None:
-        """Free the memory once no tensor uses it."""
+        """Unlock the memory; it is freed once nothing refers to it."""
         if self._is_pinned:
-            _cuda("cudaHostUnregister", self.shared.address)
-        self.shared.close()
+            _cuda("cudaHostUnregister", self.address)
 
 
 def _cuda(function: str, *arguments: int) -> bool:

@@ -37,7 +37,7 @@ def compiles(system: SystemConfig, *, on_gpu: bool, max_steps: int) -> bool:
 
 
 def saves_in_background(checkpoint: CheckpointConfig, *, on_gpu: bool) -> bool:
-    """Tell whether a process of its own writes checkpoints while training continues."""
+    """Tell whether a thread writes checkpoints while training continues."""
     wanted = checkpoint.async_checkpoint
     return wanted == "on" or (wanted == "auto" and on_gpu)
 

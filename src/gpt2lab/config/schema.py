@@ -341,7 +341,7 @@ class CheckpointConfig:
     )
     async_checkpoint: Literal["auto", "on", "off"] = free(
         "auto",
-        "on: a separate process writes rolling checkpoints while training continues; auto = on with a GPU",
+        "on: a separate thread writes rolling checkpoints while training continues; auto = on with a GPU",
     )
     epoch_checkpoints: Literal["auto", "on", "off"] = free(
         "auto",

@@ -98,6 +98,11 @@ class RunFolder:
             f"this one ends and leaves the run to it"
         )
 
+    def require_lock(self) -> None:
+        """Raises: OSError if the lock's file is gone or another; `check_lock` says what to do, in the main thread."""
+        if _device_and_inode(os.stat(self.path / LOCK)) != self._locked:
+            raise OSError(f"{self.path / LOCK} is another file")
+
     def _lock_again(self, path: Path) -> None:
         again: IO[str] | None = None
         try:
@@ -121,11 +126,6 @@ class RunFolder:
             if again is not None:
                 again.close()
         self._write_holder()
-
-    @property
-    def lock(self) -> int:
-        """The open file that locks the folder, for a process that shares the lock."""
-        return self._lock.fileno()
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -1,7 +1,7 @@
 """Save a checkpoint: gather, write, label, retire old ones, report; and handle a failed write.
 
-The trainer writes while training waits; with `--async_checkpoint` a separate process writes, and training waits only
-for a copy in memory. At most one save is in flight, and what reads, labels or retires checkpoints waits for it.
+Training waits while a checkpoint is written; with `--async_checkpoint` a thread writes it, and training waits only for
+a copy in memory. At most one save is in flight, and what reads, labels or retires checkpoints waits for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint import catalog, store
+from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import Draft, folder_name
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.derived import saves_in_background
 from gpt2lab.config.request import LOWER_RATE
 from gpt2lab.errors import CheckpointError, FolderLostError, GPT2LabError, NonFiniteError, SaveError
@@ -40,7 +39,10 @@ class _Save:
     kind: str
     labels: list[str]
     began: float = field(default_factory=time.monotonic)
-    stalled: float = 0.0  # seconds that training has waited for the writer process so far
+    stalled: float = 0.0  # seconds that training has waited for its thread so far
+    thread: threading.Thread | None = None  # that writes it; None: training waits
+    ended: float = 0.0  # moment at which the thread had written it, on the monotonic clock
+    error: Exception | None = None  # of the thread
 
 
 class Saver:
@@ -64,10 +66,9 @@ class Saver:
         on_gpu = self.runtime.device.type == "cuda"
         self.is_async = saves_in_background(self.config, on_gpu=on_gpu)
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
-        self._writer: Writer | None = None
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
-        # Seconds of the longest save by the writer, and of the last one that training waited for to its end; until one
+        # Seconds of the longest save by a thread, and of the last one that training waited for to its end; until one
         # has ended, those of the last start's.
         self._longest = self._waited = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
@@ -79,10 +80,10 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
     ) -> None:
-        """End the writer process: after its work, or after an error as far as possible."""
+        """Wait for a save in flight; after an error as far as possible."""
         with suppress(*() if error is None else (Exception,)):  # the first one is to be reported
             try:
-                if not isinstance(error, FolderLostError):  # then a save in flight is given up
+                if not isinstance(error, FolderLostError):  # then it gives up by itself
                     self.settle()
             finally:
                 with self._lock:
@@ -92,7 +93,7 @@ class Saver:
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
     ) -> float | None:
-        """Commit a checkpoint of exactly `state.step`, or leave that to the writer process.
+        """Commit a checkpoint of exactly `state.step`, or leave that to a thread.
 
         Return the seconds for which training waited; None on all ranks if the write failed. That is a warning, and
         training continues; where the process is about to end (`must_succeed`) it is an error, and nothing is left in
@@ -127,7 +128,7 @@ class Saver:
     def stop_seconds(self) -> float | None:
         """Seconds that a stop must allow for its save; None while that is unknown.
 
-        With a writer it first waits for a save in flight, which may begin at any step, then saves its own step.
+        It may first wait for a save in flight, which may begin at any step, then saves its own step.
         """
         return 2 * self._longest if self.is_async and self._longest is not None else self._waited
 
@@ -137,9 +138,9 @@ class Saver:
     # -- a save in flight ----------------------------------------------------------------------------------------
 
     def is_writing(self) -> bool:
-        """Tell whether the writer process is at work."""
-        writer = self._writer
-        return self._in_flight is not None and writer is not None and not writer.has_answered()
+        """Tell whether a thread is writing a checkpoint."""
+        save = self._in_flight
+        return save is not None and save.thread is not None and save.thread.is_alive()
 
     def poll(self) -> None:
         """Conclude the save in flight if it has ended; waits for nothing."""
@@ -153,28 +154,23 @@ class Saver:
     def settle(self) -> bool:
         """Wait until this rank has nothing in flight, and conclude it; return whether the newest save is on disk."""
         with self._lock:
-            save, writer = self._in_flight, self._writer
-            if save is None or writer is None:
+            save = self._in_flight
+            if save is None or save.thread is None:
                 return self._is_on_disk
             began = time.monotonic()
-            answer = writer.wait()
+            save.thread.join()
             self._in_flight = None
-            if answer.is_last:
-                self._end_writer()
-            if answer.error is not None and not isinstance(answer.error, OSError):
-                raise answer.error
+            if save.error is not None and not isinstance(save.error, OSError):
+                raise save.error
             try:
                 assert self.folder is not None
                 self.folder.check_lock()
             except FolderLostError:  # the loop's next look ends all ranks for that
                 self._is_on_disk = False
                 return False
-            if answer.is_last:
-                with suppress(OSError, CheckpointError):  # removes what it left half-written
-                    catalog.sweep(self.run_dir)
             save.stalled += time.monotonic() - began
-            self._longest = max(self._longest or 0.0, answer.at - save.began)
-            if (failure := self._conclude(save, answer.error, ended=answer.at)) is not None:
+            self._longest = max(self._longest or 0.0, save.ended - save.began)
+            if (failure := self._conclude(save, save.error)) is not None:
                 self._warn_of_failure(failure, save.state.step)
             return self._is_on_disk
 
@@ -184,45 +180,45 @@ class Saver:
             self.settle()
         return (self.run_dir / folder_name(step)).exists()
 
-    def _end_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
     def _collect(self, step: int) -> store.Content:
-        """Gather the tensors of all ranks; for a writer process into the memory that it sees."""
+        """Gather the tensors of all ranks; for a save by a thread into memory that no step changes."""
         keep = self.folder is not None
         if self.is_async and keep:
             needed = store.staging_bytes(self.model, self.optimizers)
             try:
                 # A second time only if the optimizer had no state yet at the first save.
-                if self._buffer is None or self._buffer.shared.num_bytes < needed:
+                if self._buffer is None or self._buffer.num_bytes < needed:
                     self._free_buffer()
                     on_gpu = self.runtime.device.type == "cuda"
                     self._buffer = store.StagingBuffer(needed, pin=on_gpu)
                     size = fmt.num_bytes(needed)
                     self.logger.say(f"step {step} | {size} of memory for asynchronous checkpoints")
-            except (OSError, AttributeError) as error:  # no such memory; no Linux
+            except OSError as error:  # there is not that much memory
                 self.is_async = False
                 self.logger.warn(f"no asynchronous checkpoints, training waits: {error}", step)
         return store.collect(self.model, self.optimizers, keep=keep, into=self._buffer)
 
     def _free_buffer(self) -> None:
-        self._end_writer()
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
 
     def _leave(self, save: _Save, draft: Draft) -> bool:
-        """Leave a save to the writer process, started at the first save; return False if that has failed."""
+        """Leave a save to a thread; return False if there is no room for one."""
         assert self.folder is not None
-        assert self._buffer is not None
+        may_rename = self.folder.require_lock  # another start may take the folder meanwhile
+
+        def write() -> None:
+            try:
+                manifest.commit(self.run_dir, draft, may_rename=may_rename)
+            except Exception as error:  # the trainer raises it
+                save.error = error
+            save.ended = time.monotonic()
+
+        save.thread = threading.Thread(target=write, name="checkpoint writer", daemon=True)
         try:
-            if self._writer is None:
-                self._writer = Writer(self._buffer.shared, lock=self.folder.lock)
-            self._writer.send(self.run_dir, draft)
-        except OSError:  # no process, or it has died since its last save
-            self._end_writer()
+            save.thread.start()
+        except RuntimeError:
             return False
         save.stalled = time.monotonic() - save.began
         self._in_flight = save
@@ -247,7 +243,7 @@ class Saver:
                 return False
             needed = store.staging_bytes(self.model, self.optimizers)
             # A GPU copies faster into the buffer; it is too small while the only save had no moments.
-            fits = self._buffer is not None and self._buffer.shared.num_bytes >= needed
+            fits = self._buffer is not None and self._buffer.num_bytes >= needed
             into = self._buffer if fits else None
             # If a collective hangs, the GPU's usual stream would never reach the copies, and CUDA would not load a
             # kernel that was never launched before.
@@ -316,7 +312,7 @@ class Saver:
         *,
         must_succeed: bool,
     ) -> str | None:
-        """Write, label and report on rank 0, or leave that to the writer; return what went wrong, or None."""
+        """Write, label and report on rank 0, or leave that to a thread; return what went wrong, or None."""
         assert self.folder is not None
         state = save.state
         if (warning := self.folder.check_lock()) is not None:
@@ -337,13 +333,10 @@ class Saver:
                 store.save(self.run_dir, draft)
         except OSError as caught:
             error = caught
-        return self._conclude(save, error, ended=None)
+        return self._conclude(save, error)
 
-    def _conclude(self, save: _Save, error: OSError | None, *, ended: float | None) -> str | None:
-        """Label, report and retire after a commit, or after its error; return what went wrong, or None.
-
-        `ended`: when the writer process had done its work, on the monotonic clock.
-        """
+    def _conclude(self, save: _Save, error: OSError | None) -> str | None:
+        """Label, report and retire after a commit, or after its error; return what went wrong, or None."""
         assert self.folder is not None
         state, labels = save.state, save.labels
         self._is_on_disk = error is None or (self.run_dir / folder_name(state.step)).exists()
@@ -356,8 +349,8 @@ class Saver:
             )
         self.label(state.step, labels)
         faultpoint("checkpoint.after_label", state.step)
-        seconds = (ended or time.monotonic()) - save.began
-        stalled = min(save.stalled, seconds) if ended else seconds
+        seconds = (save.ended or time.monotonic()) - save.began
+        stalled = min(save.stalled, seconds) if save.ended else seconds
         self._report(save, seconds, stalled)
         try:
             # After a second request to stop, the next start deletes old checkpoints.

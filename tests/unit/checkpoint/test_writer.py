@@ -1,25 +1,22 @@
-"""Checkpoints by a writer process: the same bytes as without it, one buffer, one save in flight, no torch."""
+"""Checkpoints that a thread writes: the same bytes as without it, one buffer, one save in flight."""
 
 import errno
 import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import gpt2lab.training.steps
-from gpt2lab.checkpoint import manifest, store
-from gpt2lab.checkpoint.manifest import Draft
-from gpt2lab.checkpoint.writer import Writer
-from gpt2lab.errors import FolderLostError, InUseError, SaveError
+from gpt2lab.checkpoint import store
+from gpt2lab.errors import FolderLostError, SaveError
 from gpt2lab.model.gpt import GPT
-from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
 from one_process import Operators
@@ -27,30 +24,6 @@ from plain_log import read_events
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
-
-
-class Bench:
-    """A writer for a run's folder, and a tensor in the buffer."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run = RunFolder(folder)
-        self.buffer = store.StagingBuffer(10_000, pin=False)
-        self.tensor = self.buffer.take(torch.arange(1000.0))
-        self.writer = Writer(self.buffer.shared, lock=self.run.lock)
-
-    def write(self, step: int) -> Exception | None:
-        draft = Draft(step, {"w": [b"head", self.tensor.numpy().view("uint8").data]}, {"a": 1})
-        self.writer.send(self.run.path, draft)
-        return self.writer.wait().error
-
-
-@pytest.fixture
-def bench(tmp_path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "run")
-    yield bench
-    bench.writer.close()
-    bench.buffer.close()
-    bench.run.close()
 
 
 def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(monkeypatch):
@@ -73,74 +46,21 @@ def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(monk
     buffer.close()
 
 
-def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench):
-    assert bench.write(1) is None
-    bench.tensor += 1
-    assert bench.write(2) is None
-    for step, first in ((1, 0.0), (2, 1.0)):
-        content = (bench.run.path / manifest.folder_name(step) / "w").read_bytes()
-        assert content == b"head" + (torch.arange(1000.0) + first).numpy().tobytes()
-    process = Path(f"/proc/{bench.writer.pid}")
-    assert "torch" not in (process / "maps").read_text()
-    resident = (process / "status").read_text().partition("RssAnon:")[2].split()[0]
-    assert int(resident) < 64 * 1024, "kB of its own"
-
-
-def test_signals_to_the_whole_group_do_not_end_it(tmp_path):
-    """Also in the instant of its birth."""
-    bench = Bench(tmp_path / "run")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(bench.writer.pid, number)
-    assert bench.write(1) is None
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the trainer's own are as they were"
-    bench.writer.close()
-    bench.run.close()
-
-
-def test_a_killed_writer_is_an_error_of_its_save(bench):
-    os.kill(bench.writer.pid, signal.SIGKILL)
-    answer = bench.writer.wait()
-    assert answer.is_last
-    assert str(answer.error) == "the writer process ended (killed by signal 9)"
-
-
-def test_a_folder_stays_locked_until_its_writer_has_ended(bench):
-    """Else the writer of a killed trainer could commit into a run that another start has taken."""
-    bench.run.close()
-    with pytest.raises(InUseError):
-        RunFolder(bench.run.path)
-    bench.writer.close()
-    RunFolder(bench.run.path).close()
-
-
-def test_a_closed_connection_ends_a_writer_within_a_save(monkeypatch, tmp_path):
-    """As the kernel closes that of a killed trainer."""
-    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@1")
-    bench = Bench(tmp_path / "run")
-    bench.writer.send(bench.run.path, Draft(1, {"w": [b"head"]}, {}))
-    while not list(bench.run.path.glob(".tmp-*/manifest.json")):
-        time.sleep(0.01)
-    bench.writer._connection.close()
-    assert bench.writer._process.wait(60) == 0, "ended by itself"
-    assert not list(bench.run.path.glob("step_*"))
-    bench.run.close()
-
-
 @pytest.fixture(scope="module")
 def both(tiny_data, tmp_path_factory) -> dict[str, Run]:
-    """Return the same run with and without a writer; `places` of the first are the buffer's at each save by it."""
+    """Return the same run with and without the thread; `places` are the buffer's at each save by it."""
     runs = {}
     for mode in ("off", "on"):
         run = runs[mode] = Run(tiny_data, tmp_path_factory.mktemp(mode), *SAVES)
-        places: list[tuple[int, int, int]] = []
-        real = Writer.send
+        places: list[tuple[int, int]] = []
+        real = Saver._leave
 
-        def send(self: Writer, *more: object, places=places, real=real) -> None:
-            places.append((self.pid, self._buffer.address, self._buffer.num_bytes))
-            real(self, *more)
+        def leave(self: Saver, *more: Any, places=places, real=real) -> bool:
+            places.append((self._buffer.address, self._buffer.num_bytes))
+            return real(self, *more)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Writer, "send", send)
+            patch.setattr(Saver, "_leave", leave)
             run.train(f"--async_checkpoint={mode}")
         run.places = places
     return runs
@@ -148,8 +68,8 @@ def both(tiny_data, tmp_path_factory) -> dict[str, Run]:
 
 def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both):
     assert both["off"].places == []
-    assert len(both["on"].places) == 3, "the last is written by the trainer itself"
-    [(_, _, size)] = set(both["on"].places)
+    assert len(both["on"].places) == 3, "training waits for the last"
+    [(_, size)] = set(both["on"].places)
     values, tensors = 34_176, 28 * 3 + 28  # weights and two moments; step counts of 4 bytes
     assert 0 <= size - 12 * values <= 64 * tensors
 
@@ -167,7 +87,8 @@ def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(both)
 
 def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatch):
     no_memory = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=no_memory))
+    full = SimpleNamespace(mmap=Mock(side_effect=no_memory), MAP_PRIVATE=0, MAP_ANONYMOUS=0)
+    monkeypatch.setattr(store, "mmap", full)
     run.train("--async_checkpoint=on", "--max_steps=2", "--eval_freq=0", "--checkpoint_freq=1")
     assert list(run.checkpoints()) == [1, 2]
     told = [event["message"] for event in run.events("warning") if "asynch" in event["message"]]
@@ -175,7 +96,7 @@ def test_no_memory_for_a_buffer_means_saves_while_training_waits(run, monkeypatc
     assert told == "no asynchronous checkpoints, training waits: [Errno 12] Cannot allocate memory"
 
 
-def test_a_save_that_fails_in_the_writer_is_a_warning(run, monkeypatch):
+def test_a_save_that_fails_in_its_thread_is_a_warning(run, monkeypatch):
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
     run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert list(run.checkpoints()) == [4, 6]
@@ -190,10 +111,11 @@ def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(lasts, run, m
     real = Saver._leave
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
 
-    def leave_and_stop(self: Saver, *args: object) -> bool:
+    def leave_and_stop(self: Saver, *args: Any) -> bool:
         left = real(self, *args)
+        args[0].thread.join()
         if not lasts:
-            monkeypatch.delenv("FAULT")  # the writer has it
+            monkeypatch.delenv("FAULT")
         os.kill(os.getpid(), signal.SIGTERM)
         while self.signals.level == 0:
             time.sleep(0.001)
@@ -246,24 +168,22 @@ def test_a_rescue_launches_copies_alone():
     buffer.close()
 
 
-def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypatch):
-    """Where the writer is killed meanwhile: what it left half-written may not be its own."""
-    writers, send, others = [], Writer.send, run.path / ".tmp-00000002-of_another"
-    monkeypatch.setattr(Writer, "send", lambda self, *a: (writers.append(self), send(self, *a)))
+def test_nothing_is_committed_in_a_folder_that_another_start_has_taken(run, monkeypatch):
+    """Where that happens while a save is in flight."""
 
     def act(name: str, step: int) -> None:
         if (name, step) == ("step", 3):
-            os.kill(writers[0].pid, signal.SIGKILL)
-            writers[0]._process.wait()
-            others.mkdir()
             (run.path / "new.lock").touch()
             os.replace(run.path / "new.lock", run.path / "run.lock")
 
     monkeypatch.setattr(gpt2lab.training.steps, "faultpoint", act)
-    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@2")
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep1.5@2")
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert isinstance(run.rejected(*flags), FolderLostError)
-    assert others.exists()
+    [writer] = [thread for thread in threading.enumerate() if thread.name == "checkpoint writer"]
+    writer.join(60)
+    assert not list(run.path.glob("*step_*"))
+    assert not list(run.path.glob(".tmp-*"))
 
 
 def test_a_stop_allows_for_a_save_in_flight_and_its_own(run, monkeypatch):

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpt2lab.training.control
 import gpt2lab.training.steps
 import launch
-from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
@@ -30,6 +29,7 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import AdamW, build_optimizers, reject_on_device
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.progress import Progress
+from gpt2lab.training.saver import Saver
 from gpt2lab.training.stop import Signals
 from gpt2lab.training.trainer import Trainer
 from plain_log import read_events
@@ -177,8 +177,8 @@ def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(both, on_
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     heard, plain, written = threading.Event(), Signals._count, []
     monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
-    send = Writer.send
-    monkeypatch.setattr(Writer, "send", lambda *a: (written.append(a[2].step), send(*a)))
+    leave = Saver._leave
+    monkeypatch.setattr(Saver, "_leave", lambda *a: (written.append(a[2].step), leave(*a))[1])
     for run, mode in zip(both.runs, ("off", "on"), strict=True):
         run.flags.append(f"--async_checkpoint={mode}")
 
@@ -204,7 +204,7 @@ def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(both, on_
         facts["events"].sort(key=lambda event: event["event"] == "checkpoint")
     assert one == other
     assert list(one["checkpoints"]) == [3, 5, 6, 9, 10, 12, 15, 16]
-    assert written == [3, 5, 6, 9, 12, 15], "a stop and the end save themselves"
+    assert written == [3, 5, 6, 9, 12, 15], "training waits for those of a stop and of the end"
     order = [(event["event"], event["step"]) for event in read_events(both.runs[1].path)]
     assert order.index(("checkpoint", 9)) > order.index(("step", 10)), "it was in flight"
     for step in one["checkpoints"]:
