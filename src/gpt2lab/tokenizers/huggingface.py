@@ -70,17 +70,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.cuts = gpt2.CUTS if splits_as_gpt2(values) else None
         self._where = where
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text.
-
-        Raises: DataError if the tokenizer takes a part of the text for the end of a text, or fails.
-        """
-        with self._library():
-            ids = self._encoder.encode(text, add_special_tokens=False).ids
-        return self._checked(ids)
-
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, (n,) uint32."""
+        """Return the ids of each text, (n,) uint32.
+
+        Raises: DataError if the tokenizer takes a part of a text for the end of a text, or fails.
+        """
         import numpy as np
 
         with self._library():

@@ -74,14 +74,6 @@ class CharactersTokenizer(Tokenizer):
         content = {"characters": "".join(self.characters), "end_of_text": END_TOKEN}
         self.files = {CHARACTERS_FILE: (json.dumps(content) + "\n").encode()}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text.
-
-        Raises: DataError naming the first character that has none.
-        """
-        ids: list[int] = self.encode_documents([text])[0].tolist()
-        return ids
-
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, (n,) uint32.
 
