@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from benchmarks.sharing_worker import Traffic
-from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig, TuningConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -105,7 +105,7 @@ class Trained:
             folder.mkdir()
             what = {"kind": "rolling", "state": TrainState(step), "rng_states": [], "facts": {}}
             drafted = store.draft(folder, content=content, **what)
-            store.save(folder, drafted)
+            manifest.commit(folder, drafted)
         else:
             assert not content.model
             assert not content.optimizer

@@ -80,13 +80,18 @@ class Draft:
     facts: dict[str, Any]
 
 
-def commit(run_dir: Path, draft: Draft, *, may_rename: Callable[[], object] = lambda: None) -> None:
-    """Write a checkpoint and commit it by one rename, unless `may_rename` raises an error just before.
+def commit(run_dir: Path, draft: Draft, *, may_rename: Callable[[], object] = lambda: None) -> Path:
+    """Write a checkpoint and commit it by one rename; return its folder. A step that is committed is left as it is.
+
+    `may_rename` is called just before the rename, and may raise an error.
 
     Raises: OSError; then nothing has changed on disk, unless the step's folder exists: then only the flush of its name
     failed.
     """
     step, files = draft.step, {}
+    committed = run_dir / folder_name(step)
+    if committed.exists():
+        return committed
     folder = run_dir / f".tmp-{step:08d}-{uuid.uuid4().hex[:8]}"
     folder.mkdir(parents=True)
     try:
@@ -102,12 +107,13 @@ def commit(run_dir: Path, draft: Draft, *, may_rename: Callable[[], object] = la
         sync_folder(folder)
         faultpoint("checkpoint.before_rename", step)
         may_rename()
-        os.rename(folder, run_dir / folder_name(step))  # the commit; fails if the step is there
+        os.rename(folder, committed)  # the commit; fails if the step is there
         faultpoint("checkpoint.after_rename", step)
         sync_folder(run_dir)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    return committed
 
 
 def _hash_of(manifest: dict[str, Any]) -> str:

@@ -253,17 +253,6 @@ def has_sharded_state(model: nn.Module, optimizers: Optimizers) -> bool:
     return any(is_sharded(tensor) for tensor in [*model.parameters(), *held])
 
 
-def save(run_dir: Path, drafted: manifests.Draft) -> Path:
-    """Commit a checkpoint and return its folder; a step that is committed already is left as it is.
-
-    Raises: OSError; nothing then has changed on disk.
-    """
-    folder = run_dir / manifests.folder_name(drafted.step)
-    if not folder.exists():
-        manifests.commit(run_dir, drafted)
-    return folder
-
-
 def draft(
     run_dir: Path,
     kind: str,
@@ -274,7 +263,7 @@ def draft(
     facts: dict[str, Any],
     files: Mapping[str, bytes] | None = None,
 ) -> manifests.Draft:
-    """Return what `save` commits; the tensors in it are the memory of `content`, not copies. Only rank 0 calls it.
+    """Return what is committed; the tensors in it are the memory of `content`, not copies. Only rank 0 calls it.
 
     `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
     """

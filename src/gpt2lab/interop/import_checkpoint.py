@@ -13,6 +13,7 @@ import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.manifest import commit
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.mixture import read_sources
@@ -268,7 +269,7 @@ def _commit(
             facts=facts,
             files=start.tokenizer_files,
         )
-        saved = store.save(start.run_dir, drafted)
+        saved = commit(start.run_dir, drafted)
         logger = MetricsLogger(start.run_dir, attempt=start.attempt)
         logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
         logger.close()

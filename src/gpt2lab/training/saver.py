@@ -256,7 +256,7 @@ class Saver:
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
             states = [rng.capture(self.runtime.device)]
-            store.save(self.run_dir, self._draft(save.kind, content, state, states))
+            manifest.commit(self.run_dir, self._draft(save.kind, content, state, states))
             catalog.set_label(folder.path, label, state.step)
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
@@ -330,7 +330,7 @@ class Saver:
             if self._buffer is not None and not must_succeed and self._leave(save, draft):
                 return None
             with self.signals.committing():
-                store.save(self.run_dir, draft)
+                manifest.commit(self.run_dir, draft)
         except OSError as caught:
             error = caught
         return self._conclude(save, error)

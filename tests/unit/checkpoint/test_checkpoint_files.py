@@ -405,7 +405,7 @@ def test_files_are_those_of_safetensors_own_library(tmp_path):
     tensors["large"] = torch.randn(3, 2**20)
     what = {"content": store.Content(tensors, {}), "state": TrainState(), "rng_states": []}
     drafted = store.draft(tmp_path, kind="rolling", **what, facts={})
-    folder = store.save(tmp_path, drafted)
+    folder = manifest.commit(tmp_path, drafted)
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name, expected in (("model", tensors), ("optim", {})):
         bytes_ = safetensors.torch.save(expected)
