@@ -30,7 +30,6 @@ from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
 from gpt2lab.files import sha256_of, staged_file
 from gpt2lab.interop.core import open_core
 from gpt2lab.model.counts import flops_per_token
-from gpt2lab.optim.schedule import lr_at
 from gpt2lab.paths import LAUNCHED
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
 from gpt2lab.training.components import Components
@@ -38,8 +37,8 @@ from gpt2lab.training.pretrain import build, check_kernels, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
+from gpt2lab.training.steps import launch_step
 from gpt2lab.training.stop import GRACE, launcher_grace_seconds
-from gpt2lab.training.train_step import train_step
 
 _UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
@@ -183,23 +182,15 @@ def _memory(start: Start, runtime: Runtime) -> Check:
 
 def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
     """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards."""
-    config, most = start.config, STEP_TOKENS
+    state, most = components.state, STEP_TOKENS
     if runtime.device.type == "cpu":
-        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
+        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(start.config.model))))
     try:
         part = _cut(batch, most=most, runtime=runtime)
         for _ in range(2):  # the first makes memory and kernels ready
             began = time.monotonic()
             with torch.compiler.set_stance("force_eager"):
-                stats = train_step(
-                    components.trained,
-                    components.optimizers,
-                    part,
-                    lr_at(components.state.step + 1, config.optim, max_steps=start.plan.max_steps),
-                    strategy=components.strategy,
-                    grad_clip=config.optim.grad_clip,
-                    seed=config.data.seed,
-                )
+                _, stats = launch_step(components, state.step + 1, part, state)
             runtime.synchronize()
     except torch.OutOfMemoryError as error:
         if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
