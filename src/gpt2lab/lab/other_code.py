@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ def _git(folder: Path, *words: str, **variables: str) -> str:
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     call = ["git", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *words]
-    with system_errors_as(ConfigError, "git", fix="install it to compare code"):
+    with system_errors_as(ConfigError, "git"):
         done = subprocess.run(call, env={**own, **variables}, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "failed").splitlines()[-1]
@@ -63,6 +64,8 @@ def find_commits(refs: Sequence[str]) -> tuple[Path, dict[str, str]]:
 
     Raises: ConfigError for a ref that does not exist, and for uncommitted changes of a commit that is named.
     """
+    if shutil.which("git") is None:
+        raise ConfigError("git: not found in PATH; install it to compare code")
     repository = None
     for folder in (paths.REPOSITORY, Path.cwd()):
         with contextlib.suppress(ConfigError):

@@ -95,6 +95,9 @@ def test_changes_that_nobody_committed_are_named(repository, flags, tmp_path, mo
     monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
     with pytest.raises(ConfigError, match="in a git repository of gpt2lab, which other code comes"):
         ablate.main(["--code", "main", "rope", *flags])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="git: not found in PATH"):
+        ablate.main(["--code", "main", "rope", *flags])
 
 
 def test_a_change_of_a_bit_goes_to_the_seeds(repository, flags, tmp_path, capfd, monkeypatch):
