@@ -134,6 +134,13 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     assert result.total("documents") == 2999
 
 
+def test_a_csv_with_two_columns_of_text_is_an_error(tmp_path):
+    """Which one is meant would be a guess."""
+    (tmp_path / "corpus.csv").write_text("text,id,text\nan old text,1,a new text\n" * 40)
+    with pytest.raises(DataError, match=r"corpus.csv: two columns text; rename one of them"):
+        run_prepare(tmp_path / "corpus.csv", tmp_path / "out")
+
+
 @pytest.mark.parametrize("row", ['"a quote that nothing ends,2', '"he said "no" again",2'])
 def test_a_csv_of_stray_quotes_is_an_error(row, tmp_path):
     """Read leniently, the first swallows all rows below it, and the second loses one quote of four."""

@@ -256,7 +256,11 @@ def _read_csv(share: Share, text_column: str) -> Stream:
             # A byte that is not UTF-8 becomes half of a surrogate pair, and only its row is rejected.
             io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
         ):
-            for number, row in enumerate(csv.DictReader(file, strict=True), start=2):
+            rows = csv.DictReader(file, strict=True)
+            if (rows.fieldnames or ()).count(text_column) > 1:
+                yield BadRecordsError(f"{name}: two columns {text_column}; rename one of them")
+                return
+            for number, row in enumerate(rows, start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
                 if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
                     document = BadRecordsError(f"{document.where}: not UTF-8")
