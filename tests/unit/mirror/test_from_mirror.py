@@ -140,6 +140,12 @@ def test_copies_of_which_none_is_sound_are_never_begun_afresh(there, bucket):
     assert not list(there.path.glob("step_*"))
 
 
+@pytest.mark.usefixtures("mirrored")
+def test_a_step_that_only_the_mirror_has_is_not_fetched(there):
+    said = str(there.rejected("--resume=2", kind=CheckpointError))
+    assert "no checkpoint of step 2; --resume latest fetches the newest one from file://" in said
+
+
 def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
     for path in mirrored.path.glob("step_*/state.json"):
         path.write_bytes(b"{}")
