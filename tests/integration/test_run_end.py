@@ -58,12 +58,19 @@ def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned)
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
     rejection = run.rejected(*common, kind=SaveError)
     assert rejection.exit_code == 75
+    assert str(rejection).endswith("and resume from the checkpoint before")
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 75)
     assert list(run.checkpoints()) == [3]
     monkeypatch.delenv("FAULT")
     run.train(*common, "--resume=latest")
     assert list(run.checkpoints()) == [3, 4]
     assert run.losses(attempt=1)[4] == run.losses(attempt=2)[4]
+
+
+def test_a_full_disk_at_the_only_checkpoint_sends_nobody_to_one_before(run, monkeypatch):
+    monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@2")
+    rejection = run.rejected("--max_steps=2", "--eval_freq=0", kind=SaveError)
+    assert str(rejection).endswith("free space, or repair the disk, and start again")
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ class Saver:
 
         failure, is_in_flight, self._longest = self.runtime.on_rank_zero(write)
         if failure is not None and must_succeed:
-            raise SaveError(
-                f"{failure}; free space, or repair the disk, and resume from the checkpoint before"
-            )
+            has_saved = catalog.has_checkpoints(self.run_dir)
+            again = "resume from the checkpoint before" if has_saved else "start again"
+            raise SaveError(f"{failure}; free space, or repair the disk, and {again}")
         if failure is not None:
             self._warn_of_failure(failure, state.step)
             return None
