@@ -324,6 +324,8 @@ def _new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"plots need matplotlib: pip install matplotlib ({error})") from error
+    except OSError as error:  # it wants a folder for its cache
+        raise ConfigError(f"plots: {error}") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
