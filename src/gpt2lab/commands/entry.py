@@ -175,7 +175,10 @@ def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
     line = f"error: {f'rank {rank}: ' if error.is_local and rank != '0' else ''}{error}"
     if LAUNCHED not in os.environ and (rank == "0" or error.is_local):
-        print(line, file=sys.stderr)
+        with contextlib.suppress(
+            OSError
+        ):  # of a log on a full disk: the exit code still says what it was
+            print(line, file=sys.stderr)
     _tell_launcher(error.exit_code, error, report=str(error), said=line)
     _tell_script(error)
     return _leave(error.exit_code)

@@ -211,6 +211,21 @@ def test_a_machine_without_a_temporary_folder_is_told_which_one_to_name(place):
     assert said.endswith("]; set TMPDIR to a folder that can be written")
 
 
+def test_a_plot_without_a_folder_for_its_library_names_the_variable(place):
+    words = [*launch.words_of("plot"), place / "runs" / "tiny"]
+    script = f"ulimit -f 0; HOME=/dev/null exec {shlex.join(map(str, words))}"
+    done = subprocess.run(["bash", "-c", script], **launch.TO_ITS_END)
+    said = done.stderr.splitlines()[-1]  # the library has its say before
+    assert (done.returncode, said[:14]) == (2, "error: plots: ")
+    assert "MPLCONFIGDIR" in said
+
+
+def test_an_error_that_a_full_disk_cannot_take_keeps_its_exit_code():
+    words = [*launch.words_of("evaluate"), "no_such_run"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, stderr=full, stdout=subprocess.DEVNULL).returncode == 2
+
+
 def test_every_script_lets_ctrl_c_end_it_while_modules_load():
     for path in SCRIPTS.glob("[!_]*.py"):
         first = [line for line in path.read_text().splitlines() if "import" in line][:2]
