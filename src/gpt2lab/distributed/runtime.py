@@ -74,8 +74,9 @@ class Runtime:
         # An RMSNorm's gain stays fp32 where the residual stream is bf16: no fused kernel, but no rounded gain either.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same. A run
-        # that was compiled in this process may have left another precision.
+        # that was compiled in this process may have left another precision, one on the CPU the deterministic kernels.
         torch.set_float32_matmul_precision("highest")
+        torch.set_deterministic_debug_mode("default")
         if system.device != "cpu" and not torch.cuda.is_available() and (why := unseen_gpus()):
             raise ConfigError(why)
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):

@@ -61,6 +61,14 @@ def test_fp32_stays_fp32_where_a_container_says_tf32(gpu):
     warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication", stacklevel=1)
 
 
+def test_a_gpu_forgets_the_kernels_of_a_cpu_in_the_same_process(gpu):
+    """With them its first product is an error: cuBLAS has no buffers for them."""
+    Runtime().use(SystemConfig(device="cpu"))
+    assert torch.are_deterministic_algorithms_enabled()
+    use()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_deterministic_mode_is_set_before_anything_reads_it(gpu):
     use(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
