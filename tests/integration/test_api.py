@@ -1,6 +1,9 @@
 """`import gpt2lab`: the page docs/api.md run as doctests, and what a program relies on."""
 
+import gc
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,19 @@ def test_another_length_replaces_that_of_a_runs_settings(run):
     found = gpt2lab.train(settings, run_name="longer", max_tokens=tokens)
     assert [event["step"] for event in found.metrics()] == [1, 2, 3]
     assert (found.config["max_steps"], found.config["max_tokens"]) == (None, tokens)
+
+
+def test_training_leaves_no_thread_and_needs_the_main_one(run):
+    run.train("--max_steps=2")
+    settings = gpt2lab.open_run(run.path).config
+    with (
+        ThreadPoolExecutor(1) as another,
+        pytest.raises(ConfigError, match="train works in the main thread only"),
+    ):
+        another.submit(gpt2lab.train, settings, run_name="b").result()
+    gpt2lab.train(settings, run_name="c")
+    gc.collect()
+    assert "shard verifier" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_model_takes_one_text_that_fits(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -197,6 +198,10 @@ def train(
 
     Raises: GPT2LabError; ConfigError and DataError before anything is written.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "train works in the main thread only, which hears of Ctrl+C; elsewhere start `gpt2lab train` as a process"
+        )
     from gpt2lab.commands.branch import as_branch
     from gpt2lab.commands.command_line import Actions
     from gpt2lab.commands.train import recipe_named, run
