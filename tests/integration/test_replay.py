@@ -235,6 +235,10 @@ def test_what_cannot_be_replayed_is_said_in_a_line(words, place, wording):
 def test_a_run_that_kept_its_end_alone_offers_no_step(own):
     train(own, "end", "clean", "--stop_after_steps=3")
     assert "step 2; no step can be replayed" in call("replay", own, "end", "--steps=2", code=2)
+    log = own / "runs" / "end" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"event": "step"' not in line))
+    assert "; it has logged no step yet" in call("why-spike", own, "end", code=2)
 
 
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):

@@ -285,9 +285,10 @@ def explain(run: RecordedRun, step: int | None, *, worst: int) -> SpikeReport:
             raise ConfigError(f"{run.name}: no checkpoint to replay from")
         spike = largest_spike(run.log, after=min(run.checkpoints))
         if spike is None:
+            advice = "give one with --step" if run.log.numbers.size else "it has logged no step yet"
             raise ConfigError(
                 f"{run.name}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
-                f"compare with; give one with --step"
+                f"compare with; {advice}"
             )
         step, how = spike
     # Before anything is computed: the data may have changed.
