@@ -103,6 +103,21 @@ def test_row_07_ctrl_c(presses, run):
     assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
 
 
+def test_row_07_ctrl_c_that_ends_a_compiler_too_is_a_stop(run, tmp_path):
+    """A terminal sends it to all processes of a program."""
+    compiler = tmp_path / "compiler"
+    interrupts = 'case "$*" in *main.cpp*|*precompiled*) kill -INT 0; sleep 60;; esac'
+    compiler.write_text(f'#!/bin/sh\n{interrupts}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    run.flags = ("--eval_freq=0", "--max_steps=9", "--compile=on")
+    own = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = run.start(**own)
+    assert run.end_of(process) == 0, run.errors()
+    status = run.status()
+    assert (status["state"], status["reason"], status["step"]) == ("stopped", "SIGINT", 0)
+    assert run.resume("--resume=auto", "--compile=off", "--allow_change=compile") == 0
+
+
 def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
     """Asked to handle it, torchrun forwards it and then ends as for SIGTERM: the step is on disk either way."""
     run.flags = FOREVER

@@ -76,6 +76,11 @@ class Trainer:
         except Exception as error:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
+            # A terminal's Ctrl+C ends the compiler of a step too, before the update. Other ranks may be in the step.
+            has_not_compiled = self.runtime.world_size == 1 and "C++ compile error" in str(error)
+            if has_not_compiled and (stop := self.control.agree().stop) is not None:
+                self.saves.save_step("emergency")
+                return self.end_early(stop)
             self.heartbeat.enter("saving", self.state.step)
             saved = self.saves.rescue(patience=self.control.margin_seconds)
             if not is_lost_peer(error):
