@@ -124,16 +124,12 @@ def import_folder(
         manifest["end_of_text"] = {"id": end_of_text.id, "place": end_of_text.place}
     if target != folder:
         manifest["folder"] = str(folder.resolve())
-    try:
+    # Another import may have written one meanwhile, which stays.
+    with system_errors_as(DataError, target / MANIFEST, what="cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         _put_beside(target, tokenizer, is_separate=target != folder)
         check_manifest(target / MANIFEST, manifest)
         write_manifest(target, manifest)
-    except FileExistsError as error:
-        raise DataError(f"{error.filename}: another import wrote it meanwhile") from error
-    except OSError as error:
-        (target / MANIFEST).unlink(missing_ok=True)
-        raise DataError(f"{target / MANIFEST}: cannot be written ({error.strerror})") from error
     return manifest
 
 

@@ -41,7 +41,7 @@ def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path, make):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere):
+def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere, monkeypatch):
     (tmp_path / "t").mkdir()
     tokenizer = train_bpe(TEXT, 300)
     for name, content in tokenizer.files.items():
@@ -64,3 +64,9 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere):
     with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
         import_folder(folder, ImportOptions(end_token="<end>"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    monkeypatch.setenv("FAULT", "import.after_tokenizer:enospc@0")
+    said = (
+        r"shards.json: cannot be written \(No space left on device\); free space and start again$"
+    )
+    with pytest.raises(DataError, match=said):
+        import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), tmp_path / "other")
