@@ -175,9 +175,7 @@ def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
     line = f"error: {f'rank {rank}: ' if error.is_local and rank != '0' else ''}{error}"
     if LAUNCHED not in os.environ and (rank == "0" or error.is_local):
-        with contextlib.suppress(
-            OSError
-        ):  # of a log on a full disk: the exit code still says what it was
+        with contextlib.suppress(OSError):  # its file's disk is full: the exit code still tells
             print(line, file=sys.stderr)
     _tell_launcher(error.exit_code, error, report=str(error), said=line)
     _tell_script(error)

@@ -45,9 +45,7 @@ class WindowReader:
         self._dtype = np.dtype(np.uint32 if is_wide else np.uint16)
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, last used last
         weakref.finalize(self, _close, self._files)
-        weakref.finalize(
-            self, self.verifier.close
-        )  # whose thread would wait for the end of the process
+        weakref.finalize(self, self.verifier.close)  # its thread would live as long as the process
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) array.
