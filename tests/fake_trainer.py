@@ -1,8 +1,10 @@
 """A trainer that prints made-up steps, and the results of such trainers in a race."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-from benchmarks import contestants, race, running
+from benchmarks import contestants, race, running, trainers
 from benchmarks.contestants import Contestant, Place, Step
 from benchmarks.sizes import Size
 
@@ -28,6 +30,11 @@ def fake_trainer(folder: Path, *flags: str) -> Contestant:
     (folder / "fake.py").write_text(FAKE_TRAINER)
     read = contestants._lines(r"iter \d+: loss (?P<loss>[\d.]+), time (?P<ms>[\d.]+)ms")
     return Contestant("fake", (str(folder / "fake.py"), *flags), place, read, SMALL)
+
+
+def plan(**changes: Any) -> trainers.Plan:
+    plain = trainers.Plan(("tiny256",), (), ("auto",), "cpu", 1, 1, 2, 30.0, False, False)
+    return dataclasses.replace(plain, **changes)
 
 
 def entry_of(name: str, *rounds: list[float]) -> race.Entry:

@@ -11,6 +11,7 @@ import numpy as np
 from gpt2lab.commands import command_line
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, RecipeName
+from gpt2lab.config.settings import to_flat
 from gpt2lab.runs.target import find_target
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
@@ -128,6 +129,11 @@ def flags_of(folder: Path, name: str, *more: str) -> list[str]:
 def parse(argv: Sequence[str], recipe: RecipeName = "pretrain") -> RunRequest:
     """Return what a command line of the trainer asks for."""
     return command_line.parse(list(argv), recipe).request
+
+
+def fresh(*argv: str) -> dict[str, Any]:
+    """Return the settings of a fresh run as they are written down."""
+    return to_flat(parse(argv).config)
 
 
 def pretrain(
