@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ import launch
 from corpora import snapshot
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import Draft, commit
-from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed import runtime
@@ -30,53 +28,12 @@ from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training import pretrain as pretraining
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
-from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
+from tiny import CONTEXT, TINY, VOCAB, parse, pretrain, write_shards
 from whole_run import facts_of
 
-
-@dataclass(frozen=True)
-class Place:
-    """A working directory with good data in `data`; the run would go to `runs/r`."""
-
-    folder: Path
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def runs(self) -> Path:
-        return self.folder / "runs"
-
-    def shard(self, tokens: np.ndarray) -> None:
-        np.save(self.data / "tiny_train_000001.npy", tokens)
-
-    def empty_folder(self) -> None:
-        for path in self.data.iterdir():
-            path.unlink()
-
-    def checkpoint(self, step: int, **changes: object) -> None:
-        """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
-        place = {"data_dir": str(self.data), "checkpoint_dir": str(self.runs)}
-        settings = {**place, **SAVED, **changes}
-        config = override(Config(), settings)
-        weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
-        fingerprint = open_data(self.data, vocab_size=VOCAB).fingerprint
-        facts = facts_of(step, config=to_flat(config), data_fingerprint=fingerprint)
-        files = {"model.safetensors": [safetensors.torch.save(weights)]}
-        commit(self.runs / "r", Draft(step, files, facts))
-
-
-FLAGS = [
-    *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}", "--max_steps=20"),
-    *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2", "--data_dir=data"),
-    *("--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32", "--compile=off"),
-]
-SAVED = {
-    **{"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": CONTEXT, "vocab_size": VOCAB},
-    **{"max_steps": 20, "total_batch_size": 128, "mini_batch_size": 2, "run_name": "r"},
-    **{"device": "cpu", "dtype": "fp32", "compile": "off", "min_lr": 6e-5, "warmup_steps": 2},
-}
+# In a working directory with good data in `data`; the run would go to `runs/r`.
+DATA, RUN_DIR = Path("data"), Path("runs", "r")
+FLAGS = [*TINY, "--max_steps=20", "--data_dir=data", "--checkpoint_dir=runs", "--run_name=r"]
 NAMELESS = [flag for flag in FLAGS if not flag.startswith("--run_name")]
 ENDLESS = [flag for flag in FLAGS if not flag.startswith("--max_steps")]
 
@@ -86,36 +43,50 @@ class Case:
     """The flags, and what is wrong with the folder."""
 
     argv: list[str]
-    spoil: Callable[[Place], object] = lambda place: None
+    spoil: Callable[[], object] = lambda: None
     flags: list[str] = field(default_factory=lambda: FLAGS)
 
 
-def _file_in_the_way(place: Place) -> None:
-    place.runs.write_text("in the way")
+def write_shard(tokens: np.ndarray) -> None:
+    np.save(DATA / "tiny_train_000001.npy", tokens)
 
 
-def _damage_checkpoint(place: Place) -> None:
-    place.checkpoint(5)
-    path = place.runs / "r" / "step_00000005" / "model.safetensors"
+def empty_folder() -> None:
+    for path in DATA.iterdir():
+        path.unlink()
+
+
+def at_step_5(**changes: object) -> None:
+    """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
+    start = resolve(parse(FLAGS), world_size=1, set_aside=False)
+    config = override(start.config, changes)
+    weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
+    facts = facts_of(5, config=to_flat(config), data_fingerprint=start.data.fingerprint)
+    files = {"model.safetensors": [safetensors.torch.save(weights)]}
+    commit(RUN_DIR, Draft(5, files, facts))
+
+
+def damaged_checkpoint() -> None:
+    at_step_5()
+    path = RUN_DIR / "step_00000005" / "model.safetensors"
     path.write_bytes(b"x" * path.stat().st_size)
 
 
-def _other_data(place: Place) -> None:
-    place.checkpoint(5)
-    place.shard(np.zeros(400, dtype=np.uint16))
+def other_data() -> None:
+    at_step_5()
+    write_shard(np.zeros(400, dtype=np.uint16))
 
 
-AT_STEP_5 = methodcaller("checkpoint", 5)
 CASES = {
     # data
     "data folder missing": Case(["--data_dir=nowhere"]),
     "data folder of an unknown user": Case(["--data_dir=~no_such_user/data"]),
-    "data folder empty": Case([], Place.empty_folder),
+    "data folder empty": Case([], empty_folder),
     "data folder is a file": Case(["--data_dir=data/tiny_val_000000.npy"]),
-    "shard of floats": Case([], lambda p: p.shard(np.zeros(400, np.float32))),
-    "shard shorter than a window": Case([], lambda p: p.shard(np.zeros(CONTEXT, np.uint16))),
+    "shard of floats": Case([], lambda: write_shard(np.zeros(400, np.float32))),
+    "shard shorter than a window": Case([], lambda: write_shard(np.zeros(CONTEXT, np.uint16))),
     "validation shorter than a window": Case(["--context_length=200", "--total_batch_size=400"]),
-    "id beyond the vocabulary": Case([], lambda p: p.shard(np.full(400, VOCAB, np.uint16))),
+    "id beyond the vocabulary": Case([], lambda: write_shard(np.full(400, VOCAB, np.uint16))),
     "vocabulary too small for the data": Case(["--vocab_size=100"]),
     # flags and settings
     "unknown flag": Case(["--n_layr=3"]),
@@ -131,7 +102,7 @@ CASES = {
     "ranks for a list": Case(["--gpus=2", "--list_checkpoints"]),
     "a batch that ranks cannot share": Case(["--gpus=3"]),
     "fsdp for one process": Case(["--parallel=fsdp"]),
-    "zero1 for one process": Case(["--parallel=zero1", "--resume=latest"], AT_STEP_5),
+    "zero1 for one process": Case(["--parallel=zero1", "--resume=latest"], at_step_5),
     "unknown way to share": Case(["--parallel=zero3"]),
     "exact sums under fsdp": Case(["--parallel=fsdp", "--reduce=exact"]),
     "offload without fsdp": Case(["--fsdp_offload"]),
@@ -143,39 +114,39 @@ CASES = {
     "stop before the first step": Case(["--stop_after_steps=0"]),
     # checkpoints
     "folder that is not UTF-8": Case(["--checkpoint_dir=runs\udcff"]),
-    "file where the runs should go": Case([], _file_in_the_way),
-    "run exists already": Case([], AT_STEP_5),
+    "file where the runs should go": Case([], lambda: Path("runs").write_text("in the way")),
+    "run exists already": Case([], at_step_5),
     "auto without a name": Case(["--resume=auto"], flags=NAMELESS),
     "latest of a run without checkpoints": Case(["--resume=latest"]),
     "latest of no run": Case(["--resume=latest"], flags=NAMELESS),
     "best of none": Case(["--resume=best"]),
-    "step that is not there": Case(["--resume=7"], AT_STEP_5),
-    "step of 5,000 digits": Case([f"--resume={'7' * 5000}"], AT_STEP_5),
-    "folder of a run": Case(["--resume=runs/r"], AT_STEP_5, flags=NAMELESS),
+    "step that is not there": Case(["--resume=7"], at_step_5),
+    "step of 5,000 digits": Case([f"--resume={'7' * 5000}"], at_step_5),
+    "folder of a run": Case(["--resume=runs/r"], at_step_5, flags=NAMELESS),
     "folder that is not there": Case(["--resume=runs/x/step_00000005"]),
-    "step that is damaged": Case(["--resume=5"], _damage_checkpoint),
-    "stop at a step already done": Case(["--resume=latest", "--stop_after_steps=5"], AT_STEP_5),
+    "step that is damaged": Case(["--resume=5"], damaged_checkpoint),
+    "stop at a step already done": Case(["--resume=latest", "--stop_after_steps=5"], at_step_5),
     "another architecture": Case(
-        ["--resume=latest", "--n_layer=3", "--allow_change=n_layer,n_embd"], AT_STEP_5
+        ["--resume=latest", "--n_layer=3", "--allow_change=n_layer,n_embd"], at_step_5
     ),
     "another shape": Case(
-        ["--resume=latest", "--n_embd=48", "--vocab_size=300", "--context_length=8"], AT_STEP_5
+        ["--resume=latest", "--n_embd=48", "--vocab_size=300", "--context_length=8"], at_step_5
     ),
-    "another rate": Case(["--resume=latest", "--max_lr=0.5"], AT_STEP_5),
-    "a longer run": Case(["--resume=latest", "--max_steps=30"], AT_STEP_5, flags=ENDLESS),
-    "other data": Case(["--resume=latest"], _other_data),
+    "another rate": Case(["--resume=latest", "--max_lr=0.5"], at_step_5),
+    "a longer run": Case(["--resume=latest", "--max_steps=30"], at_step_5, flags=ENDLESS),
+    "other data": Case(["--resume=latest"], other_data),
     "micro-batch under dropout": Case(
         ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"],
-        lambda p: p.checkpoint(5, dropout=0.1),
+        lambda: at_step_5(dropout=0.1),
     ),
 }
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Place:
-    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return Place(tmp_path)
+    write_shards(DATA, train=(400, 300), val=(150,))
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
@@ -198,30 +169,30 @@ DRY_TOO = {
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place, wording):
     case = CASES[name]
-    case.spoil(place)
-    before = snapshot(place.folder)
+    case.spoil()
+    before = snapshot(place)
     done = launch.call(TRAIN, *case.flags, *case.argv)
     assert (done.returncode, done.stdout) == (2, "")
     wording(done.stderr)
     if name in DRY_TOO:
         assert launch.call(TRAIN, *case.flags, *case.argv, "--dry_run") == done
-    assert snapshot(place.folder) == before
+    assert snapshot(place) == before
 
 
 def test_the_flags_of_these_tests_are_good_ones(place):
     start = resolve(parse(FLAGS), world_size=1, set_aside=False)
     assert start.plan.max_steps == 20
-    place.checkpoint(5)
+    at_step_5()
     resumed = resolve(parse([*FLAGS, "--resume=latest"]), world_size=1, set_aside=False)
     assert resumed.checkpoint.step == 5
     assert set(resumed.changes) == set()
-    assert open_data(place.data, vocab_size=VOCAB).tokens("train") == 700
+    assert open_data(DATA, vocab_size=VOCAB).tokens("train") == 700
 
 
 def test_of_many_processes_only_the_first_prints_a_rejection(place, monkeypatch):
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
-        done = launch.call(TRAIN, *FLAGS, "--n_head=3", "--dry_run", folder=place.folder)
+        done = launch.call(TRAIN, *FLAGS, "--n_head=3", "--dry_run", folder=place)
         assert (done.returncode, done.stderr.count("\n")) == (2, lines)
 
 
@@ -239,11 +210,11 @@ def test_a_rank_started_by_hand_names_what_it_lacks(place, monkeypatch, wrong):
     name, _, value = wrong.partition("=")
     for known, good in {**BY_HAND, name: value}.items():
         monkeypatch.setenv(known, good)
-    before = snapshot(place.folder)
+    before = snapshot(place)
     done = launch.call(TRAIN, *FLAGS)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert wrong in done.stderr
-    assert snapshot(place.folder) == before
+    assert snapshot(place) == before
 
 
 def test_a_rank_that_waits_for_others_says_where(monkeypatch):
@@ -258,22 +229,16 @@ def test_a_rank_that_waits_for_others_says_where(monkeypatch):
     assert lines[0] == "rank 1 waits for all 2 ranks at 127.0.0.1:29500: 0 s so far"
 
 
-@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
-def test_run_name_must_be_a_plain_name(place, name):
-    with pytest.raises(GPT2LabError, match="plain folder name"):
-        resolve(parse([*NAMELESS, f"--run_name={name}"]), world_size=1, set_aside=False)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_a_name_that_is_not_plain_and_a_verb_without_effect_are_rejected(place):
+    for name in ("a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"):
+        with pytest.raises(GPT2LabError, match="plain folder name"):
+            resolve(parse([*NAMELESS, f"--run_name={name}"]), world_size=1, set_aside=False)
+    for argv in (
         *(["--json"], ["--allow_change=max_lr"], ["--resume=auto", "--allow_change=bogus"]),
         ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
-    ],
-)
-def test_a_verb_without_effect_is_rejected(place, argv):
-    with pytest.raises(GPT2LabError):
-        resolve(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
+    ):
+        with pytest.raises(GPT2LabError):
+            resolve(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
 
 
 def test_another_batch_needs_the_length_in_steps(tmp_path, tiny_data):
@@ -300,11 +265,7 @@ def test_a_metrics_line_that_is_no_event_is_named(tmp_path, line):
         read_log(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["binary", "folder"])
-def test_an_odd_label_is_passed_over(tmp_path, kind):
-    (tmp_path / "labels").mkdir()
-    if kind == "binary":
-        (tmp_path / "labels" / "best").write_bytes(b"\xff\xfe")
-    else:
-        (tmp_path / "labels" / "best").mkdir()
+def test_an_odd_label_is_passed_over(tmp_path):
+    (tmp_path / "labels" / "a_folder").mkdir(parents=True)
+    (tmp_path / "labels" / "best").write_bytes(b"\xff\xfe")
     assert catalog.list_checkpoints(tmp_path) == ([], [])

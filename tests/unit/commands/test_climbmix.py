@@ -56,13 +56,14 @@ def test_the_first_files_train_and_the_last_one_validates(folder, tmp_path):
     learned = open_source("climbmix", text_column="text", num_files=2)
     texts = learning_texts(learned, max_bytes=10**6, cuts=None)
     assert sorted(texts) == sorted([*texts_of(0), *texts_of(1)])
-
-
-def test_limits_in_tokens_take_the_first_ones_of_each_side(folder, tmp_path):
-    out = prepared("climbmix", tmp_path / "out", num_files=1, max_tokens=300, val_tokens=200)
+    # Limits in tokens take the first ones of each side.
+    out = prepared("climbmix", tmp_path / "few", num_files=1, max_tokens=300, val_tokens=200)
     for split, number, count in (("train", 0, 300), ("val", 6542, 200)):
         found = [token for document in documents_of(out, split) for token in document]
         assert found == expected_stream(texts_of(number))[:count]
+    (folder / "shard_06542.parquet").unlink()
+    with pytest.raises(DataError, match=r"^val_file shard_06542\.parquet: .* has no such file; "):
+        prepared("climbmix", tmp_path / "without")
 
 
 def test_parts_are_the_same_bytes(folder, tmp_path):
@@ -88,9 +89,3 @@ def test_what_is_unclear_is_one_line(folder, tmp_path, monkeypatch, source, flag
     with pytest.raises(DataError, check=wording):
         prepared(source, tmp_path / "out", **flags)
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_set_without_the_validation_file_is_rejected(folder, tmp_path):
-    (folder / "shard_06542.parquet").unlink()
-    with pytest.raises(DataError, match=r"^val_file shard_06542\.parquet: .* has no such file; "):
-        prepared("climbmix", tmp_path / "out")

@@ -89,13 +89,7 @@ AT_ONCE = (
 ANSWERS = re.compile(r"(help|list|dry run)( json)?$|.*--help$|(status|runs list) --|doctor$")
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
-        RuntimeError("fault point step at step 15"),
-        OutOfMemoryError("no room for a micro-batch of 8"),
-    ],
-)
+@pytest.mark.parametrize("cause", [RuntimeError("at step 15"), OutOfMemoryError("no room")])
 @pytest.mark.parametrize(
     "consequence",
     [PeerError("another process died"), RuntimeError("[gloo] Connection closed by peer")],
@@ -122,7 +116,7 @@ def test_a_report_to_torchrun_is_complete_or_not_there(tmp_path, monkeypatch):
     assert not report.exists()
 
 
-def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path):
+def test_a_python_without_the_packages_is_told_so_in_one_line(monkeypatch, capsys):
     words = {"prepare_data.py": ["x"], "estimate_time.py": [], "evaluate.py": ["x"]}
     words |= {"export_hf.py": ["x", "--out=y"], "sample.py": ["x", "--prompt=a"]}
     programs: list[list[str]] = [[str(SCRIPTS / name), *more] for name, more in words.items()]
@@ -132,9 +126,7 @@ def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path):
         line = r"error: \S+ has no package \w+; use .*requirements\.txt.*\n"
         assert re.fullmatch(line, done.stderr), program
         assert done.returncode == 2, program
-
-
-def test_an_old_python_is_told_so_before_anything_is_loaded(monkeypatch, capsys):
+    # So is an old one, before anything is loaded.
     monkeypatch.setattr(sys, "version_info", (3, 8))
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(TRAIN.parent / "gpt2lab" / "__init__.py"))
@@ -175,7 +167,7 @@ def test_help_names_every_flag(tmp_path):
     assert of_tuning <= set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
 
 
-def test_listing_from_a_foreign_folder_shows_what_is_there(workplace):
+def test_a_foreign_folder_shows_what_is_there_and_a_dry_run_the_plan_in_words_and_json(workplace):
     write_checkpoint(workplace / "runs" / "first", 5)
     write_checkpoint(workplace / "runs" / "first", 10, kind="final")
     answer = call(TRAIN, "--list_checkpoints", "--checkpoint_dir=runs", folder=workplace)
@@ -185,22 +177,14 @@ def test_listing_from_a_foreign_folder_shows_what_is_there(workplace):
     assert header.split()[:2] == ["step", "kind"]
     wanted = ["5 rolling 2.0000 5,000", "10 final 1.0000 10,000"]
     assert [" ".join(row.split()[:4]) for row in rows] == wanted
-
-
-def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace):
-    argv = ["--dry_run", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"]
-    answer = call(TRAIN, *argv, folder=workplace)
+    answer = call(TRAIN, *QUICK["dry run"], folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert "runs/t" in answer.stdout
     assert f"{sum(TRAIN_SHARDS):,} training tokens" in answer.stdout
     steps = sum((size - 1) // CONTEXT for size in TRAIN_SHARDS) // 8
     assert f"{steps} ({steps * 128:,} tokens" in answer.stdout
     assert "shards.json" in answer.stdout  # the warning about foreign data
-
-
-def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace):
-    argv = ["--dry_run", "--json", *NAMED, "--data_dir=d", "--checkpoint_dir=runs"]
-    answer = call(TRAIN, *argv, folder=workplace)
+    answer = call(TRAIN, *QUICK["dry run json"], folder=workplace)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout.count("\n") == 1
     plan = json.loads(answer.stdout)
@@ -227,9 +211,7 @@ def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(ru
     assert sum("100 checkpoints, 30.2 kB" in line for line in lines) == 2
     assert sum(line.split()[1:2] == ["rolling"] for line in lines) == 198
     assert sum(line.split()[1:3] == ["rolling,", "best"] for line in lines) == 2
-
-
-def test_the_listing_as_json_is_exactly_one_object(runs, capsys):
+    # As JSON they are exactly one object.
     assert List(checkpoint_dir=runs, json=True).execute() == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -250,27 +232,28 @@ def test_the_listing_as_json_is_exactly_one_object(runs, capsys):
     assert only["run_name"] == "beta"
 
 
-@pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("place", ["missing", "empty", "a file"])
-def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsys, place, as_json):
-    folder = tmp_path / "runs"
-    if place == "empty":
-        folder.mkdir()
-    if place == "a file":
-        folder.write_text("in the way")
+def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsys, place):
+    folder = tmp_path / place
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").write_text("in the way")
     before = listing(tmp_path)
-    assert List(checkpoint_dir=folder, json=as_json).execute() == 0
+    assert List(checkpoint_dir=folder).execute() == 0
+    assert capsys.readouterr().out == f"no checkpoints in {folder}\n"
+    assert List(checkpoint_dir=folder, json=True).execute() == 0
+    expected = {"checkpoint_dir": str(folder), "runs": []}
+    assert json.loads(capsys.readouterr().out) == expected
     assert listing(tmp_path) == before
-    out = capsys.readouterr().out
-    if as_json:
-        assert json.loads(out) == {"checkpoint_dir": str(folder), "runs": []}
-    else:
-        assert out == f"no checkpoints in {folder}\n"
 
 
-def test_a_damaged_manifest_is_shown_and_not_counted(tmp_path, capsys):
+def test_a_damaged_manifest_is_shown_and_half_written_checkpoints_are_not(tmp_path, capsys):
     for step in (5, 10):
         write_checkpoint(tmp_path / "r", step)
+    with pytest.raises(FileNotFoundError):  # the second write fails
+        commit(tmp_path / "r", Draft(20, {"model.safetensors": [b"w"], "no/folder": [b"w"]}, {}))
+    assert not list((tmp_path / "r").glob(".tmp-*"))
+    (tmp_path / "r" / ".tmp-00000015-abcdef01").mkdir()  # of a killed process
+    (tmp_path / "r" / "step_final").mkdir()  # somebody's own
     path = tmp_path / "r" / "step_00000010" / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 10000', '"tokens": 90000'))
     List(checkpoint_dir=tmp_path).execute()
@@ -280,20 +263,8 @@ def test_a_damaged_manifest_is_shown_and_not_counted(tmp_path, capsys):
     List(checkpoint_dir=tmp_path, json=True).execute()
     (entry,) = json.loads(capsys.readouterr().out)["runs"]
     assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
-    assert len(entry["damaged"]) == 1
-
-
-def test_half_written_checkpoints_are_never_listed(tmp_path, capsys):
-    write_checkpoint(tmp_path / "r", 5)
-    with pytest.raises(FileNotFoundError):  # the second write fails
-        commit(tmp_path / "r", Draft(10, {"model.safetensors": [b"w"], "no/folder": [b"w"]}, {}))
-    (tmp_path / "r" / ".tmp-00000015-abcdef01").mkdir()  # of a killed process
-    (tmp_path / "r" / "step_final").mkdir()  # somebody's own
-    List(checkpoint_dir=tmp_path, json=True).execute()
-    (entry,) = json.loads(capsys.readouterr().out)["runs"]
-    assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
-    assert entry["damaged"] == []
-    assert not list((tmp_path / "r").glob(".tmp-00000010*"))
+    (damaged,) = entry["damaged"]
+    assert str(path) in damaged
 
 
 def test_a_terminal_that_lacks_a_character_is_no_error(runs, tmp_path):
@@ -302,6 +273,12 @@ def test_a_terminal_that_lacks_a_character_is_no_error(runs, tmp_path):
     answer = launch.python(*words, folder=tmp_path, PYTHONIOENCODING="ascii")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout.startswith("l\\xe4ufe/")
+    # Nor is a closed pipe.
+    command = f"'{sys.executable}' '{TRAIN}' --list_checkpoints --checkpoint_dir '{runs}'"
+    words = ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"]
+    answer = subprocess.run(words, cwd=tmp_path, **launch.TO_ITS_END)
+    assert answer.stdout.endswith("100 checkpoints, 30.2 kB\n")
+    assert "Traceback" not in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -317,14 +294,6 @@ def test_what_the_system_rejects_is_one_line_and_a_bug_is_not(capsys, number, co
     error = OSError(number, os.strerror(number), "/data/x")
     assert run_command(Mock(side_effect=error)) == code
     assert capsys.readouterr().err.startswith(line)
-
-
-def test_a_listing_into_a_closed_pipe_is_no_error(runs, tmp_path):
-    command = f"'{sys.executable}' '{TRAIN}' --list_checkpoints --checkpoint_dir '{runs}'"
-    words = ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"]
-    answer = subprocess.run(words, cwd=tmp_path, **launch.TO_ITS_END)
-    assert answer.stdout.endswith("100 checkpoints, 30.2 kB\n")
-    assert "Traceback" not in answer.stderr
 
 
 @pytest.mark.parametrize("name", ["chat", "evaluate", "export", "sample", "serve"])

@@ -17,7 +17,8 @@ from gpt2lab.data.verify import SplitStats, measure, measure_overlap, stats_tabl
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
-from tiny import VOCAB, flip_bit, parse, pretrain, write_shards
+from tiny import flip_bit, write_shards
+from whole_run import Run
 
 
 def data(*words: object) -> tuple[int, str, str]:
@@ -31,13 +32,6 @@ def many(tmp_path) -> Path:
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 8)
     run_prepare(source, tmp_path / "many", shard_tokens=1500, val_tokens=700)
     return tmp_path / "many"
-
-
-def test_verify_finds_nothing_wrong_with_what_was_prepared(many):
-    code, said, _ = data("verify", many)
-    assert code == 0
-    assert said.startswith("every file matches shards.json\n")
-    assert re.search(r"^\d+\.\d% of the 16-grams of validation occur in training$", said, re.M)
 
 
 @pytest.mark.parametrize("block", [97, 1 << 22])
@@ -57,7 +51,11 @@ def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(tmp_path, 
     assert measure_overlap(open_data(tmp_path, vocab_size=2**16)) == pytest.approx(expected)
 
 
-def test_verify_names_each_damaged_file(many):
+def test_verify_finds_nothing_wrong_with_what_was_prepared_and_names_each_damaged_file(many):
+    code, said, _ = data("verify", many)
+    assert code == 0
+    assert said.startswith("every file matches shards.json\n")
+    assert re.search(r"^\d+\.\d% of the 16-grams of validation occur in training$", said, re.M)
     paths = sorted(many.glob("*_train_*.npy"))
     flip_bit(paths[0])
     paths[1].write_bytes(paths[1].read_bytes()[:-2])
@@ -85,13 +83,6 @@ def test_verify_finds_any_flipped_bit(prepared, bit):
     assert len(verify(prepared)) == 1
 
 
-def test_verify_without_a_manifest_says_how_to_get_one(tmp_path):
-    folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
-    error = launch.rejected(data("verify", folder))
-    assert "no shards.json to compare with" in error
-    assert "gpt2lab data import" in error
-
-
 def test_stats_are_those_of_the_text(many):
     stats = measure(many)
     lengths = [len(gpt2_encoding().encode_ordinary(text)) + 1 for text in TEXTS * 8]
@@ -114,6 +105,9 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):
         ids = np.array(expected_stream(TEXTS), np.uint16)
         np.save(folder / f"edufineweb_{split}_{number:06d}.npy", np.roll(ids, number))
     assert open_data(folder, vocab_size=50304).warnings != ()
+    error = launch.rejected(data("verify", folder))
+    assert "no shards.json to compare with" in error
+    assert "gpt2lab data import" in error
     code, said, _ = data("import", folder)
     assert (code, said.count("3 files")) == (0, 1)
     assert open_data(folder, vocab_size=50304).warnings == ()
@@ -123,16 +117,12 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path):
         import_folder(folder)
 
 
-def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
+def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
+    folder = tmp_path / "shakespeare_char"
     folder.mkdir()
     for split, size in (("train", 3000), ("val", 700)):
-        ids = np.random.RandomState(size).randint(0, largest, size).astype("<u2")
+        ids = np.random.RandomState(size).randint(0, 65, size).astype("<u2")
         ids.tofile(folder / f"{split}.bin")
-    return folder
-
-
-def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
-    folder = write_nanogpt(tmp_path / "shakespeare_char", largest=65)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
     code, said, _ = data("import", folder)
     assert (code, said.count("tokenizer unknown")) == (0, 1)
@@ -142,15 +132,11 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path):
     assert "n/a" in data("stats", folder)[1]
 
 
-def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch_and_order(
-    tmp_path, tiny_flags
-):
-    pretrain(parse([*tiny_flags, "--max_steps=12", "--stop_after_steps=8"]))
-    change = ["--total_batch_size=256", "--allow_change=total_batch_size,shuffle"]
-    pretrain(
-        parse([*tiny_flags, "--max_steps=12", "--resume=latest", *change, "--shuffle=windows"])
-    )
-    run_dir = tmp_path / "runs" / "tiny"
+def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch_and_order(run):
+    run.train("--max_steps=12", "--stop_after_steps=8")
+    changes = ["--total_batch_size=256", "--shuffle=windows"]
+    run.train("--resume=latest", *changes, "--allow_change=total_batch_size,shuffle")
+    run_dir = run.path
     sizes = [len(tokens_of_step(run_dir, step).windows) for step in (1, 8, 9, 12)]
     assert sizes == [8, 8, 16, 16]
     assert tokens_of_step(run_dir, 9).first_sample == 8 * 8
@@ -164,20 +150,19 @@ def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch_and_order(
 
 
 def test_show_text_is_the_text_that_was_prepared(prepared, tmp_path):
-    flags = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--context_length=64", "--device=cpu"]
-    flags += ["--total_batch_size=64", "--mini_batch_size=1", "--max_steps=1", "--val_tokens=64"]
-    flags += [f"--data_dir={prepared}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
-    pretrain(parse([*flags, "--dtype=fp32"]))
-    code, said, _ = data("show", "--run", tmp_path / "runs" / "r", "--step", 1, "--text")
+    how = {"context_length": 64, "total_batch_size": 64, "mini_batch_size": 1, "val_tokens": 64}
+    run = Run(prepared, tmp_path, **how, vocab_size=50304)
+    run.train(max_steps=1)
+    code, said, _ = data("show", "--run", run.path, "--step", 1, "--text")
     assert code == 0
     text = gpt2_encoding().decode(np.load(prepared / "tiny_train_000000.npy")[:65].tolist())
     assert text in said
 
 
-def test_show_rejects_what_it_cannot_prove(tmp_path, tiny_flags):
+def test_show_rejects_what_it_cannot_prove(tmp_path):
     folder = write_shards(tmp_path / "data", train=(1000, 900), val=(300,))
-    pretrain(parse([*tiny_flags, f"--data_dir={folder}", "--max_steps=3"]))
-    run_dir = tmp_path / "runs" / "tiny"
+    (run := Run(folder, tmp_path / "runs")).train("--max_steps=3")
+    run_dir = run.path
     with pytest.raises(ConfigError, match="no step 4; it has steps 1 to 3"):
         tokens_of_step(run_dir, 4)
     moved = folder.rename(tmp_path / "moved")

@@ -44,7 +44,7 @@ def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
     return next(e for e in launch.events(folder / "runs" / run, kind) if e["step"] == step)
 
 
-def test_evaluate_repeats_the_runs_own_numbers(folder):
+def test_evaluate_repeats_the_runs_own_numbers(folder, tmp_path):
     event, scores = last(folder, "a", "eval"), last(folder, "a", "hellaswag")
     both = ask("evaluate.py", "a", "--val=data", "--hellaswag", "--json", folder=folder)
     assert both["step"] == 4
@@ -61,6 +61,14 @@ def test_evaluate_repeats_the_runs_own_numbers(folder):
     earlier = ask("evaluate.py", "runs/a/step_00000002", "--json", folder=folder)
     assert (earlier["step"], earlier["hellaswag"]) == (2, None)
     assert earlier["val_loss"] == last(folder, "a", "eval", 2)["val_loss"]
+    # Numbers that cannot be saved are printed.
+    (tmp_path / "taken").touch()
+    words = ("a", "--checkpoint_dir=runs", "--val=data", f"--save={tmp_path / 'taken'}")
+    done = launch.call("evaluate.py", *words, folder=folder)
+    *numbers, error = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (75, "")
+    assert f"{event['val_loss']:.4f}" in numbers[1]
+    assert error.endswith("taken/validation.npz: File exists; choose another --save")
 
 
 @pytest.mark.slow
@@ -98,32 +106,12 @@ def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder):
     assert event["bits_per_byte"] == pytest.approx(nats / np.log(2) / len(text), rel=1e-6)
 
 
-def test_a_damaged_validation_shard_is_named(folder):
-    other = write_shards(folder / "damaged", train=(500,), val=(500,))
-    import_folder(other, token_files.GPT2)
-    argv = ("a", "--val=damaged", "--json")
-    assert ask("evaluate.py", *argv, folder=folder)["val_tokens"] == 320
-    flip_bit(other / "tiny_val_000000.npy", 142)
-    line = launch.rejected(ask("evaluate.py", *argv, folder=folder))
-    assert "tiny_val_000000.npy: damaged" in line
-
-
 def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(tiny_flags, tmp_path):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     events = launch.events(tmp_path / "runs" / "tiny", "eval")
     assert [event["bits_per_byte"] for event in events] == [None, None]
     line = launch.rejected(ask("evaluate.py", "tiny", "--hellaswag", folder=tmp_path))
     assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
-
-
-def test_numbers_that_cannot_be_saved_are_printed(folder, tmp_path):
-    (tmp_path / "taken").touch()
-    words = ("a", "--checkpoint_dir=runs", "--val=data", f"--save={tmp_path / 'taken'}")
-    done = launch.call("evaluate.py", *words, folder=folder)
-    *numbers, error = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (75, "")
-    assert f"{last(folder, 'a', 'eval')['val_loss']:.4f}" in numbers[1]
-    assert error.endswith("taken/validation.npz: File exists; choose another --save")
 
 
 def test_rejections_are_one_line(folder, monkeypatch):
@@ -142,7 +130,14 @@ def test_rejections_are_one_line(folder, monkeypatch):
     assert "val_tokens 0 must be at least 1" in rejected("a", "--val_tokens=0")
 
 
-def test_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):
+def test_damaged_data_are_named_and_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):
+    other = write_shards(folder / "damaged", train=(500,), val=(500,))
+    import_folder(other, token_files.GPT2)
+    argv = ("a", "--val=damaged", "--json")
+    assert ask("evaluate.py", *argv, folder=folder)["val_tokens"] == 320
+    flip_bit(other / "tiny_val_000000.npy", 142)
+    line = launch.rejected(ask("evaluate.py", *argv, folder=folder))
+    assert "tiny_val_000000.npy: damaged" in line
     shutil.copytree(folder / "runs" / "a", tmp_path / "runs" / "a")
     path = tmp_path / "runs" / "a" / "step_00000004" / "model.safetensors"
     flip_bit(path)
@@ -230,7 +225,7 @@ def test_the_words_follow_the_criterion(tmp_path):
         assert "within noise: p >= 0.05" in text
 
 
-def test_other_units_are_never_compared(tmp_path, folder):
+def test_other_units_are_never_compared_and_a_line_says_how_to_measure(tmp_path, folder):
     a = synthetic(tmp_path / "a.npz", np.ones(10))
     with pytest.raises(DataError, match=r"not measured on the same items \(10 and 20 items"):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(20)), checkpoint_dir=tmp_path)
@@ -245,9 +240,6 @@ def test_other_units_are_never_compared(tmp_path, folder):
     ask("evaluate.py", "a", "--val=data2", "--save=others", "--json", folder=folder)
     line = launch.rejected(ask("compare", "a", "others", folder=folder))
     assert "(20 windows each, but different ones)" in line
-
-
-def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")
     for b, says in (

@@ -29,9 +29,10 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
 from gpt2lab.planner.request import EstimateRequest, settings_of
 from gpt2lab.report import page as report
-from tiny import parse
+from tiny import fresh, parse
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.txt"
+SECTIONS: list[Any] = [Actions, *(part.default_factory for part in dataclasses.fields(Config))]
 
 
 def type_text(annotation: Any) -> str:
@@ -48,20 +49,17 @@ def type_text(annotation: Any) -> str:
 def describe_flags() -> str:
     """Write down every flag: type, default, policy, help; sorted as people meet them."""
     blocks = []
-    for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config))):
+    for section in SECTIONS:
         hints = typing.get_type_hints(section)
-        for leaf in dataclasses.fields(section):  # type: ignore[arg-type]
+        for leaf in dataclasses.fields(section):
             if leaf.metadata.get("is_hidden"):
                 continue  # a setting without a flag
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
             policy = leaf.metadata.get("policy", "action")
-            help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
+            help = textwrap.indent(textwrap.fill(leaf.metadata["help"], 86), "    ")
             head = f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]"
             blocks.append(f"{head}\n{help}\n")
     return "\n".join(blocks)
-
-
-_INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
 
 
 def test_the_flags_are_those_that_the_golden_file_holds():
@@ -76,22 +74,12 @@ def test_the_flags_are_those_that_the_golden_file_holds():
 
 
 def test_every_setting_has_a_name_of_its_own():
-    names = [
-        leaf.name
-        for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config)))
-        for leaf in dataclasses.fields(section)  # type: ignore[arg-type]
-    ]
+    names = [leaf.name for section in SECTIONS for leaf in dataclasses.fields(section)]
     assert sorted(set(names)) == sorted(names)
     assert not {*RENAMED, *FLAGS} & set(names)
     assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Actions)}
-
-
-def test_the_micro_batch_is_guarded_as_soon_as_there_is_dropout():
-    assert policy_of("mini_batch_size", override(Config(), {"dropout": 0.1})) == "guarded"
-
-
-def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).config)
+    dropout = override(Config(), {"dropout": 0.1})
+    assert policy_of("mini_batch_size", dropout) == "guarded", "as soon as there is dropout"
 
 
 def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default():
@@ -112,12 +100,18 @@ def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset
     assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
     assert to_flat(command.over(saved)) == to_flat(saved)
-
-
-def test_another_typed_preset_counts_as_typing_each_of_its_settings():
-    saved = override(preset("gpt2-micro"), {"n_layer": 7, "seed": 3})
+    # Another typed preset counts as typing each of its settings.
     over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).over(saved))
     assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
+    # A typed length replaces a saved one in another unit.
+    over = to_flat(parse(["--max_steps=10"]).over(saved))
+    assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
+    # A switch can be typed off again.
+    saved = override(Config(), {"use_tensorboard": True})
+    command = parse(["--no_use_tensorboard"])
+    assert command.typed == {"use_tensorboard"}
+    assert command.over(saved).log.use_tensorboard is False
+    assert parse([]).over(saved).log.use_tensorboard is True
 
 
 def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_path):
@@ -141,24 +135,13 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     assert (rows["optimizer"], rows["max_lr"], rows["muon_lr"]) == (True, False, False)
 
 
-def test_a_typed_length_replaces_a_saved_one_in_another_unit():
-    saved = override(Config(), {"num_epochs": 1.0})
-    over = to_flat(parse(["--max_steps=10"]).over(saved))
-    assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--n_layer=3", "--use_tensorboard"),
-        ("--n_layer", "3", "--use_tensorboard"),
-        ("--n-layer=3", "--use-tensorboard"),
-    ],
-)
-def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv):
+@pytest.mark.parametrize("layers", ["--n_layer=3", "--n_layer 3", "--n-layer=3"])
+@pytest.mark.parametrize("switch", ["--use_tensorboard", "--use-tensorboard"])
+def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(layers, switch):
+    argv = [*layers.split(), switch]
     flat = fresh(*argv)
     assert (flat["n_layer"], flat["use_tensorboard"]) == (3, True)
-    assert parse(list(argv)).typed == {"n_layer", "use_tensorboard"}
+    assert parse(argv).typed == {"n_layer", "use_tensorboard"}
 
 
 @pytest.mark.parametrize(
@@ -167,14 +150,6 @@ def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv):
 def test_a_whole_number_may_have_a_unit_of_thousands(typed, value):
     assert fresh(f"--max_tokens={typed}")["max_tokens"] == value
     assert fresh(f"--total_batch_size={typed}")["total_batch_size"] == value
-
-
-def test_a_switch_can_be_typed_off_again():
-    saved = override(Config(), {"use_tensorboard": True})
-    command = parse(["--no_use_tensorboard"])
-    assert command.typed == {"use_tensorboard"}
-    assert command.over(saved).log.use_tensorboard is False
-    assert parse([]).over(saved).log.use_tensorboard is True
 
 
 def test_a_default_path_is_at_the_repository_a_typed_one_where_one_works(monkeypatch, tmp_path):
@@ -189,10 +164,6 @@ def test_a_default_path_is_at_the_repository_a_typed_one_where_one_works(monkeyp
     assert flat["checkpoint_dir"] == str(tmp_path / "runs")
     assert flat["data_dir"] == str(tmp_path / "d")
     assert flat["hellaswag_path"] == "/x/y.jsonl"
-
-
-def test_a_saved_path_stays_and_a_typed_one_is_at_the_working_directory(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     saved = override(Config(), {"data_dir": "/corpora/a"})
     assert to_flat(parse(["--seed=1"]).over(saved))["data_dir"] == "/corpora/a"
     assert to_flat(parse(["--data_dir=a"]).over(saved))["data_dir"] == str(tmp_path / "a")

@@ -65,7 +65,11 @@ def test_a_target_is_a_thin_line_over_a_program_that_exists(target):
         assert (REPOSITORY / program).is_file()
 
 
-def test_every_target_is_in_the_help_and_in_this_test():
+def test_every_target_is_in_the_help_and_in_this_test_and_the_fast_tests_exist():
+    line = make("test-fast", "VENV=/nowhere").stdout.splitlines()[-1]
+    paths = re.findall(r"tests/[\w/.]+", line)
+    assert len(paths) > 10
+    assert all((REPOSITORY / path).exists() for path in paths)
     text = (REPOSITORY / "Makefile").read_text()
     lines = re.findall(r"^([a-z -]+):.*## ", text, re.M)
     targets = {word for line in lines for word in line.split()}
@@ -85,13 +89,6 @@ def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone():
     packages = re.findall(r"^(\w+)==", pinned, re.M)
     assert set(packages) == {"matplotlib"}
     assert re.search(r"^jinja2==", (REPOSITORY / "requirements.txt").read_text(), re.M)
-
-
-def test_the_fast_tests_exist():
-    line = make("test-fast", "VENV=/nowhere").stdout.splitlines()[-1]
-    paths = re.findall(r"tests/[\w/.]+", line)
-    assert len(paths) > 10
-    assert all((REPOSITORY / path).exists() for path in paths)
 
 
 def test_variables_arrive_and_wrong_ones_are_rejected():

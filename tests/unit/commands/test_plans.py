@@ -76,9 +76,9 @@ def test_a_saved_command_line_means_the_same(name, tmp_path):
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("flags", [["--save_config=a.txt"], ["--save_config=a.toml", "--n_head=5"]])
-def test_what_cannot_be_saved_is_rejected_and_not_written(flags, tmp_path):
-    assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
+def test_what_cannot_be_saved_is_rejected_and_not_written(tmp_path):
+    for flags in (["--save_config=a.txt"], ["--save_config=a.toml", "--n_head=5"]):
+        assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -118,10 +118,8 @@ def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(run, cap
 
 def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path, monkeypatch):
     row = "0, A New GPU, 20000, 10000, 600.1, GPU-1, 0, 13.0, [N/A], [N/A], [N/A]"
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{row}'\n")
+    launch.write_program(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{row}'\n")
     monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", "12.8"))
-    program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     start = resolve(parse(run.flags), world_size=1, set_aside=False)

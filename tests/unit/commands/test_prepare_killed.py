@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,17 +14,14 @@ import pytest
 
 from corpora import MANY, assert_divided, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.shards import open_data
-from launch import HANG_SECONDS, call, slow, worked
-
-PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
+from launch import HANG_SECONDS, call, environment, slow, words_of, worked
 
 
-def start(source: Path, out: Path, *flags: str, fault: str | None = None) -> subprocess.Popen[str]:
+def start(source: Path, out: Path, *flags: str, fault: str = "") -> subprocess.Popen[str]:
     """Start the preparation as a user does."""
-    command = [sys.executable, str(PREPARE), str(source), f"--out={out}", *flags]
-    environment = {**os.environ, **({"FAULT": fault} if fault else {})}
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=environment, **pipes)
+    command = [*words_of("prepare_data.py"), str(source), f"--out={out}", *flags]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(FAULT=fault), **pipes)
 
 
 def exit_code(process: subprocess.Popen[str]) -> int:

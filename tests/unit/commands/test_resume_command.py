@@ -28,7 +28,9 @@ def test_the_printed_command_continues_the_run(run_dir):
     assert max(launch.steps(run_dir)) == 14
 
 
-def test_jobs_of_kubernetes_and_skypilot_are_files_to_fill_in(run_dir):
+def test_jobs_to_fill_in_are_named_and_a_run_without_a_checkpoint_is_rejected(run_dir, tmp_path):
+    with pytest.raises(GPT2LabError, match="no valid checkpoint"):
+        plan_continuation(ResumeCommand(str(tmp_path)))
     for output, file in (("k8s", "kubernetes"), ("sky", "skypilot")):
         with pytest.raises(ConfigError, match=f"here it is examples/{file}.yaml"):
             resume_command.main([str(run_dir), f"--output={output}"])
@@ -59,10 +61,8 @@ def test_a_script_goes_on_in_the_folder_it_was_made_in(run_dir, tiny_data, tmp_p
     here = tmp_path / "my place"
     here.mkdir()
     (here / "data").symlink_to(tiny_data)
-    python = here / "my env" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
+    text = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    python = launch.write_program(here / "my env" / "bin" / "python", text)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "executable", str(python))
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
@@ -81,8 +81,3 @@ def test_what_the_trainer_would_reject_is_rejected_now(run_dir, words, num_gpus,
     with pytest.raises(GPT2LabError, check=wording):
         plan_continuation(ResumeCommand(str(run_dir), num_gpus=num_gpus), words.split())
     assert sorted(os.listdir(run_dir)) == before
-
-
-def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path):
-    with pytest.raises(GPT2LabError, match="no valid checkpoint"):
-        plan_continuation(ResumeCommand(str(tmp_path)))

@@ -22,7 +22,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.commands import resume_command
 from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.resume_command import Job, ResumeCommand, plan_continuation, write
-from launch import REPOSITORY
+from launch import REPOSITORY, write_program
 from whole_run import Run
 
 BASH = shutil.which("bash") or ""
@@ -51,14 +51,11 @@ def found(tiny_data, tmp_path_factory) -> Job:
 def place(tmp_path_factory) -> Path:
     """Return a folder with one program, `python`, which writes its words into the file `seen`."""
     folder = tmp_path_factory.mktemp("shell")
-    program = folder / "bin" / "python"
-    program.parent.mkdir()
-    program.write_text(f'#!{BASH}\nprintf \'%s\\0\' "$PWD" "$@" >> {folder}/seen\n')
-    program.chmod(0o755)
+    text = f'#!{BASH}\nprintf \'%s\\0\' "$PWD" "$@" >> {folder}/seen\n'
+    write_program(folder / "bin" / "python", text)
     for name, start in (("srun", ""), ("torchrun", "python")):  # start what follows their options
         script = f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
-        (folder / "bin" / name).write_text(script)
-        (folder / "bin" / name).chmod(0o755)
+        write_program(folder / "bin" / name, script)
     return folder
 
 

@@ -80,7 +80,7 @@ def test_help_and_watch_still_work_in_a_terminal(tmp_path):
         assert unseen not in said
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_a_closed_output_is_no_error(runs, closed):
+def test_a_closed_output_is_no_error(runs):
     command = shlex.join([*launch.words_of("status"), f"--checkpoint_dir={runs}"])
-    assert subprocess.run(f"{command} {closed}", shell=True).returncode == 0
+    for closed in (">&-", "<&- >&- 2>&-"):
+        assert subprocess.run(f"{command} {closed}", shell=True).returncode == 0

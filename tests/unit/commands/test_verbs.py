@@ -1,6 +1,5 @@
 """`gpt2lab VERB`: the same functions as the programs, in an instant, with help that fits a screen."""
 
-import importlib
 import io
 import re
 import sys
@@ -9,9 +8,8 @@ import pytest
 
 import launch
 from gpt2lab import __version__, paths
-from gpt2lab.commands import help_page, verbs
+from gpt2lab.commands import verbs
 from gpt2lab.commands.verbs import VERBS
-from gpt2lab.config.flags import flags_of
 from gpt2lab.errors import ConfigError
 from launch import REPOSITORY, SCRIPTS
 from tiny import TINY, write_shards
@@ -29,21 +27,21 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_script_runs_a_verb():
-    for path in SCRIPTS.glob("[a-z]*.py"):
+def test_every_script_runs_a_verb_and_lets_ctrl_c_end_it_while_modules_load():
+    for path in SCRIPTS.glob("[!_]*.py"):
         (verb,) = re.findall(r'run\("(\S+)"\)', path.read_text())
         assert verb in VERBS
+        first = [line for line in path.read_text().splitlines() if "import" in line][:2]
+        assert first == ["import sys", "from _bootstrap import run"], path.name
 
 
-def test_there_are_22_verbs_and_those_that_went_name_the_new_form():
+def test_there_are_22_verbs_and_those_that_went_name_the_new_form(capsys):
     assert len(VERBS) == 22  # benchmark, which is not shipped, among them
     for name, new in verbs.GONE.items():
         with pytest.raises(ConfigError, match=re.escape(f"{name}: it is gpt2lab {new}")):
             verbs.main([name, "--help"])
         assert " ".join(new.split()[:2]) in EVERY or new.split()[0] in VERBS
-
-
-def test_the_page_of_verbs_is_short(capsys):
+    # The page of verbs is short.
     pages = []
     for argv in ([], ["--help"], ["help"]):
         assert verbs.main(argv) == 0
@@ -74,21 +72,13 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(verb, capsys, monkeypatch)
     assert flags[1] or verb in UNION
 
 
-@pytest.mark.parametrize("verb", ["train", "data show", "runs list"])
-def test_help_and_a_verb_are_the_help_of_the_verb(verb, capsys):
-    assert shown(capsys, "help", *verb.split()) == shown(capsys, *verb.split(), "--help")
-
-
-def test_arguments_come_before_flags(capsys):
+def test_help_and_a_verb_are_its_help_arguments_first_and_what_a_flag_takes(capsys):
+    for verb in ("train", "data show", "runs list"):
+        assert shown(capsys, "help", *verb.split()) == shown(capsys, *verb.split(), "--help")
     text = shown(capsys, "ablate", "--help")
     assert re.search(r"\n\nSETTINGS is a file with one setting per line", text)
     assert text.index("\n  SETTINGS ") < text.index("\n  --out ")
-
-
-def test_help_shows_what_a_flag_takes():
-    module = importlib.import_module("gpt2lab.commands.sample")
-    flags = list(flags_of(module.Sample))
-    text = help_page.page("gpt2lab sample", flags, module.__doc__ or "", everything=True)
+    text = shown(capsys, "sample", "--help-all")
     assert "usage: gpt2lab sample TARGET [flags]" in text
     default = r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)"
     assert re.search(default, text)

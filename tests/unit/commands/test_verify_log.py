@@ -14,13 +14,9 @@ from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import open_log
 from gpt2lab.runs.logger import MetricsLogger
-from launch import call
+from launch import append, call
 from long_logs import damage_lines, lines_of_a_start
 from plain_log import read_events
-
-# Lines of an earlier version, without checksums.
-_LINE = b'{"event": "step", "time": 1.0, "attempt": 1, "step": %d}\n'
-_OLD = b"".join(_LINE % step for step in (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,8 @@ def test_a_line_that_is_not_what_was_written_is_named_and_left_out(tmp_path, num
 
 
 def test_lines_of_an_earlier_version_are_not_checked(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(_OLD)
+    for step in (1, 2):
+        append(tmp_path, event="step", attempt=1, step=step)  # without a checksum
     logger = MetricsLogger(tmp_path, attempt=1)
     logger.event("step", 3)
     logger.close()
