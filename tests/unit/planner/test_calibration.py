@@ -8,7 +8,6 @@ import pytest
 
 from forecasting import KNOWN, on, record
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
@@ -21,9 +20,12 @@ from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from plain_log import log_of
 
-pytestmark = pytest.mark.usefixtures("no_user_file")
 KIND = {"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False}
 KIND |= {"parallel": "ddp"}
+PRIOR = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
+NANO = preset("gpt2-nano").model
+AMOUNT = work(NANO, micro_batch=8, accumulation=4)
+STEP = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
 
 
 def test_rates_are_recovered_from_runs_of_different_shapes():
@@ -39,11 +41,10 @@ def test_rates_are_recovered_from_runs_of_different_shapes():
     ]
     sizes = [work(m, micro_batch=4, accumulation=1) for m in models]
     seen = [MeasuredStep(w, truth.seconds(w)) for w in sizes]
-    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
-    rates = fit_rates(prior, seen[:-1], spread=1.0)
+    rates = fit_rates(PRIOR, seen[:-1], spread=1.0)
     assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
-    assert rates.sigma(seen[-1].work) < prior.sigma(seen[-1].work)
-    one = fit_rates(prior, seen[:1], spread=1.0)
+    assert rates.sigma(seen[-1].work) < PRIOR.sigma(seen[-1].work)
+    one = fit_rates(PRIOR, seen[:1], spread=1.0)
     assert one.seconds(seen[0].work) == pytest.approx(seen[0].seconds, rel=0.05)
 
 
@@ -54,54 +55,42 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn": ')
     records = calibration.read(tmp_path)
     assert len(records) == 3
-    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
-    rates, ratios = calibration.calibrate(prior, records, KIND, spread=1.0)
-    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
-    assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
+    rates, ratios = calibration.calibrate(PRIOR, records, KIND, spread=1.0)
+    assert rates.seconds(AMOUNT) == pytest.approx(0.5, rel=0.05)
     assert ratios == {"eval": 0.3}
     slower = [record(others=0.9, step_seconds=8.0)] * 3  # the same work
-    busy, events = calibration.calibrate(prior, [records[2], *slower], KIND, spread=1.0)
-    assert busy.seconds(amount) == pytest.approx(2.0, rel=0.05)
-    assert busy.sigma(amount) > rates.sigma(amount)
+    busy, events = calibration.calibrate(PRIOR, [records[2], *slower], KIND, spread=1.0)
+    assert busy.seconds(AMOUNT) == pytest.approx(2.0, rel=0.05)
+    assert busy.sigma(AMOUNT) > rates.sigma(AMOUNT)
     assert events == {}
     other = KIND | {"device": "z"}
-    assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
+    assert calibration.calibrate(PRIOR, records, other, spread=1.0)[0] is PRIOR
 
 
-def test_recomputing_costs_time_and_is_learned_as_what_it_was():
+def test_recomputing_and_muons_rounds_cost_time_and_are_learned_as_what_they_were():
     model = preset("gpt2").model
     modes = ("none", "selective", "block")
     works = (work(model, micro_batch=8, accumulation=2, recompute=mode) for mode in modes)
     plain, selective, block = map(on("H100").rates.seconds, works)
     assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
-    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
-    learned, _ = calibration.calibrate(prior, [record(recompute="block")], KIND, spread=1.0)
-    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
+    learned, _ = calibration.calibrate(PRIOR, [record(recompute="block")], KIND, spread=1.0)
+    amount = work(NANO, micro_batch=8, accumulation=4, recompute="block")
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
+    muon = work(NANO, micro_batch=8, accumulation=4, optimizer="muon")
+    assert PRIOR.seconds(muon) > PRIOR.seconds(AMOUNT)
+    learned, _ = calibration.calibrate(PRIOR, [record(optimizer="muon")], KIND, spread=1.0)
+    assert learned.seconds(muon) == pytest.approx(0.5, rel=0.05)
+    assert learned.seconds(AMOUNT) < learned.seconds(muon)
 
 
 def test_runs_that_share_in_another_way_do_not_count():
-    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
     by_ddp = record(world=2)  # older lines have no `parallel`
     by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
-    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     for mode, seconds in (("ddp", 0.5), ("fsdp", 2.0)):
         kind = KIND | {"world": 2, "parallel": mode}
-        rates, _ = calibration.calibrate(prior, [by_ddp, by_fsdp], kind, spread=1.0)
+        rates, _ = calibration.calibrate(PRIOR, [by_ddp, by_fsdp], kind, spread=1.0)
         assert rates.observations == 1
-        assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
-
-
-def test_muons_rounds_cost_time_and_are_learned_as_what_they_were():
-    def amount(optimizer: Optimizer) -> tuple[float, ...]:
-        model = preset("gpt2-nano").model
-        return work(model, micro_batch=8, accumulation=4, optimizer=optimizer)
-
-    prior = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
-    assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
-    learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], KIND, spread=1.0)
-    assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
-    assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
+        assert rates.seconds(AMOUNT) == pytest.approx(seconds, rel=0.05)
 
 
 def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update():
@@ -123,9 +112,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("{}\n" * 12)
     config = preset("gpt2-nano")
-    steps = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5}
-    steps["peak_memory_bytes"] = 1
-    events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
+    events = [STEP | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
     token = 0.5 / config.batch.total_batch_size
     scored = {"n": 30, "seconds": 30 * 2 * 100 * token}
     events.append({"event": "hellaswag", "time": 1.0, "attempt": 1, "step": 20, **scored})
@@ -152,9 +139,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
         training = a_card.rates.seconds((*one[:4], 0.0, *one[5:])) / job.micro_batch
         expected = items * texts * 100 * training / config.model.context_length
         assert costs.seconds["hellaswag"] == pytest.approx(expected)
-
-
-def test_event_costs_know_what_was_measured():
+    # Event costs know what was measured.
     costs = EventCosts({"eval": 10.0, "sample": 1.0}, frozenset({"eval"}))
     assert costs.interval("eval", 3).value == 30.0
     assert costs.interval("eval", 1).high / 10 < costs.interval("sample", 1).high
@@ -167,16 +152,14 @@ def test_an_unknown_gpu_is_measured_never_guessed():
         this_machine(DetectedHardware((card,)), KNOWN, [], job)
     seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
     found = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
-    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
-    assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
+    assert found.rates.seconds(AMOUNT) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(busy, verdict, tmp_path, monkeypatch, capsys):
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None)
     monkeypatch.setattr(request, "detect_hardware", lambda: DetectedHardware((card,)))
-    step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
-    events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
+    events = [STEP | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
     config = preset("gpt2-nano")
     environment = {"device": card.name, "world_size": 1, "threads": 2, "dtype": "bf16"}
     environment |= {"compile": "on", "mini_batch_size": config.batch.mini_batch_size}

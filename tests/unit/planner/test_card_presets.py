@@ -24,12 +24,18 @@ def data(tmp_path_factory) -> Path:
     return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
 
 
-def settled(data: Path, *flags: str, world: int) -> Start:
+def settled(data: Path, *flags: str, world: int = 1) -> Start:
     return resolved([f"--data_dir={data}", *flags], world_size=world)
 
 
 def job_of(start: Start) -> Job:
     return Job.of_run(start.config, start.plan, train_tokens=1, dtype="bf16", compiled=True)
+
+
+def show_card(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    """Let the machine have one card of this name and 80 GB, or none."""
+    card = () if name is None else (GpuState(0, name, 8e10, 8e10, 0.0, "1", "8.0", None, None),)
+    monkeypatch.setattr(auto, "detect_hardware", lambda **_: DetectedHardware(card))
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -57,28 +63,26 @@ def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
 
 def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
     large = ("--model=gpt2-large", "--n_layer=42", "--preset=1x4090")
-    start = settled(data, *large, world=1)
+    start = settled(data, *large)
     job = job_of(start)
     assert job.recompute != "none"
     card, known = hardware.load().gpu("4090"), hardware.load()
     assert auto._on_card(job, card, known).memory.fits
     plain = auto._on_card(job.with_settings(activation_checkpointing="none"), card, known)
     assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
-    typed = settled(data, *large, "--activation_checkpointing=none", world=1)
+    typed = settled(data, *large, "--activation_checkpointing=none")
     assert typed.config.system.activation_checkpointing == "none"
 
 
 def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
-    start = settled(data, "--preset=1x4090", "--mini_batch_size=64", world=1)
+    start = settled(data, "--preset=1x4090", "--mini_batch_size=64")
     assert start.plan.batch.micro_batch == 64
     said = capsys.readouterr().err
     assert "warning: mini_batch_size 64 does not fit RTX-4090; the largest that does is 32" in said
     with pytest.raises(ConfigError, match="not a multiple"):
-        settled(data, "--preset=1x4090", "--mini_batch_size=7", world=1)
-
-
-def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
-    start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
+        settled(data, "--preset=1x4090", "--mini_batch_size=7")
+    # A batch that the usual cut does not divide is cut by the preset.
+    start = settled(data, "--preset=1xa100", "--total_batch_size=24576")
     assert (start.plan.batch.micro_batch, start.plan.batch.accumulation) == (24, 1)
 
 
@@ -103,19 +107,16 @@ def test_a_preset_that_cannot_be_is_one_line(data, flags, world, wording):
     ],
 )
 def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, here, says):
-    card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None)
-    seen = DetectedHardware((GpuState(*card),) if here else ())
-    monkeypatch.setattr(auto, "detect_hardware", lambda **_: seen)
-    settled(data, "--preset=1xa100", world=1)
+    show_card(monkeypatch, here)
+    settled(data, "--preset=1xa100")
     said = capsys.readouterr().err
     assert (says in said) if says else ("warning" not in said)
 
 
 def test_auto_is_the_card_of_this_machine(data, monkeypatch, capsys):
-    card = (0, "NVIDIA L40S", 4.8e10, 4.8e10, 0.0, "1", "8.9", None, None)
-    monkeypatch.setattr(auto, "detect_hardware", lambda **_: DetectedHardware((GpuState(*card),)))
-    found = settled(data, "--preset=auto", world=1)
-    assert found.config.batch == settled(data, "--preset=1xL40S", world=1).config.batch
+    show_card(monkeypatch, "NVIDIA L40S")
+    found = settled(data, "--preset=auto")
+    assert found.config.batch == settled(data, "--preset=1xL40S").config.batch
     assert "warning" not in capsys.readouterr().err
 
 

@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,7 @@ from gpt2lab.planner import forecast, memory, remaining
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
 from launch import SCRIPTS, Done, call, python, rejected, worked
-from tiny import TRAIN_SHARDS, edit_json, write_shards
-
-pytestmark = pytest.mark.usefixtures("no_user_file")
+from tiny import TINY, TRAIN_SHARDS, edit_json, write_shards
 
 
 def ask(tmp_path: Path, *argv: str) -> Done:
@@ -75,12 +72,9 @@ def test_the_api_answers_as_the_command_does(a_run, tmp_path, capsys, flags):
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     estimate_time.main([*words, "--json"])
     printed = json.loads(capsys.readouterr().out)
-    assert _shape(found) == _shape(printed)
+    kinds, theirs = ({n: type(value) for n, value in one.items()} for one in (found, printed))
+    assert kinds == theirs
     assert found.get("comparison", {}) == printed.get("comparison", {})
-
-
-def _shape(document: dict[str, Any]) -> dict[str, type]:
-    return {name: type(value) for name, value in document.items()}
 
 
 def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
@@ -149,27 +143,22 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "row"),
-    [
+def test_a_price_has_one_source(capsys, tmp_path):
+    report = tmp_path / "r.json"
+    for flags, row in (
         ([], r"\([\w-]+, 20\d\d-\d\d; --price changes it\)"),
         (["--price=2"], r"at \$2 per GPU-hour \(--price\)"),
-    ],
-)
-def test_a_price_has_one_source(flags, row, capsys, tmp_path):
-    estimate_time.main(["--gpu=H100", *flags, f"--report={tmp_path / 'r.json'}"])
-    cost = json.loads((tmp_path / "r.json").read_text())["cost"]
-    assert cost["kwh"] == pytest.approx(0.7 * cost["usd"] / cost["price_per_gpu_hour"])  # 700 W
-    assert re.search(f"^cost .*{row}", capsys.readouterr().out, re.MULTILINE)
+    ):
+        estimate_time.main(["--gpu=H100", *flags, f"--report={report}"])
+        cost = json.loads(report.read_text())["cost"]
+        assert cost["kwh"] == pytest.approx(0.7 * cost["usd"] / cost["price_per_gpu_hour"])  # 700 W
+        assert re.search(f"^cost .*{row}", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_run_beyond_the_calendar_never_finishes(capsys):
+def test_a_model_too_large_names_a_few_cards_that_it_fits_or_never_finishes(capsys):
     shape = ["--n_layer=10000", "--n_embd=1000000", "--n_head=10000", "--tokens=1e17"]
     estimate_time.main(["--gpu=L4", *shape])
     assert "finishes never" in capsys.readouterr().out
-
-
-def test_a_model_too_large_names_a_few_cards_that_it_fits(capsys):
     estimate_time.main(["--gpu=RTX-4090", "--model=gpt2-xl"])
     (line,) = re.findall(r"^.*one sequence at a time needs.*$", capsys.readouterr().out, re.M)
     assert re.search(r"fits (\S+, ){3}\S+ and \d+ more;", line)
@@ -205,9 +194,9 @@ def test_settings_that_make_no_sense_together_are_named(tmp_path):
 
 def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):
     data = write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
-    flags = ["--gpu=H100", "--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"]
-    flags += ["--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2", "--epochs=3"]
-    answer = ask(tmp_path, *flags, f"--data_dir={data}", "--json")
+    shape = [flag for flag in TINY if not flag.startswith(("--device", "--val_tokens"))]
+    flags = [*shape, "--gpu=H100", "--epochs=3", f"--data_dir={data}"]
+    answer = ask(tmp_path, *flags, "--json")
     found = json.loads(answer.stdout)
     windows = sum((size - 1) // 16 for size in TRAIN_SHARDS)
     assert found["estimate"]["total_steps"] == int(3 * windows * 16) // 128

@@ -54,10 +54,12 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(ti
     assert logged["elapsed_seconds"] > logged["step_seconds"]
 
 
+ENDLESS = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
+
+
 def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(tiny_flags, tmp_path):
     run_dir = tmp_path / "runs" / "tiny"
-    endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    train([*tiny_flags, *endless, "--max_hours=0.001"])
+    train([*tiny_flags, *ENDLESS, "--max_hours=0.001"])
     (stop,) = events(run_dir, "stop")
     assert stop["reason"] == "max_hours"
     saved = events(run_dir, "checkpoint")[-1]
@@ -70,8 +72,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(tiny_fla
 
 @pytest.mark.slow
 def test_max_hours_ends_all_processes_at_one_step(tiny_flags, tmp_path):
-    endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    launch.worked(train_in_forks([*tiny_flags, *endless, "--max_hours=0.002"], world=2))
+    launch.worked(train_in_forks([*tiny_flags, *ENDLESS, "--max_hours=0.002"], world=2))
     (stop,) = events(tmp_path / "runs" / "tiny", "stop")
     assert stop["reason"] == "max_hours"
 
@@ -186,11 +187,7 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast(tmp_path):
         resumed = clock(None, ago=50, expected=150.0 + before + spare)
         resumed.take_over(tmp_path, same_hardware=False)
         assert resumed.is_on_track(left) is on_track
-
-
-def test_a_pace_that_is_inherited_is_that_of_a_step_of_this_start(tmp_path):
-    """Earlier steps had 64 tokens, those of this start have 524,288."""
-    (tmp_path / "metrics.jsonl").write_text("".join(lines_of_a_start(3)))
+    # A pace that is inherited is that of a step of this start: of 524,288 tokens, no more of 64.
     resumed = clock(None, ago=0)
     resumed.take_over(tmp_path, same_hardware=True)
     third = history.read_log(tmp_path).column("step_seconds")[2]  # after the warm-up

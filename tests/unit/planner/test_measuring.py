@@ -14,9 +14,8 @@ from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import measuring
 from gpt2lab.planner.job import Job
 from plain_log import log_of
-from tiny import parse
+from tiny import fresh
 
-pytestmark = pytest.mark.usefixtures("no_user_file")
 # 3.2 million parameters in its vocabulary, so that a save is assumed to take 0.39 s and a stop 0.58 s.
 MARGIN_SECONDS = 1.5 * 12 * 3.2e6 / 1e8
 
@@ -76,15 +75,11 @@ OF_A_STEP: list[dict[str, Any]] = [
 ]
 
 
-def trained_by(job: Job, place: Path) -> Config:
-    """Return the settings that the trainer reads from a trial's file."""
-    return parse([f"--config={measuring.write_trial(job, place, seconds=9.0, steps=6)}"]).config
-
-
 @pytest.mark.parametrize("settings", OF_A_STEP, ids=str)
 def test_a_trial_has_every_setting_that_its_speed_depends_on(settings, tmp_path):
     job = small_job(ranks=2, **settings)
-    wanted, found = to_flat(job.config), to_flat(trained_by(job, tmp_path))
+    file = measuring.write_trial(job, tmp_path, seconds=9.0, steps=6)  # which the trainer reads
+    wanted, found = to_flat(job.config), fresh(f"--config={file}")
     model = {name for name, (section, _) in LEAVES.items() if section == "model"}
     for name in {*model, *settings, "total_batch_size", "mini_batch_size"} - {"model"}:
         assert found[name] == wanted[name], name

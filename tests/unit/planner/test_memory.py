@@ -56,12 +56,6 @@ def fake_numbers(monkeypatch) -> Iterator[None]:
     return
 
 
-def predicted(
-    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer = "adamw", **how: Any
-) -> Memory:
-    return step_memory(config, B, A, dtype, optimizer, **how).peak()
-
-
 def step_memory(
     model: ModelConfig,
     B: int,
@@ -76,6 +70,10 @@ def step_memory(
     config = override(config, system)
     cut: Any = {"micro_batch": B, "accumulation": A, "dtype": dtype}
     return StepMemory(config, world_size=world_size, **cut)
+
+
+def predicted(config: ModelConfig, *cut: Any, **how: Any) -> Memory:
+    return step_memory(config, *cut, **how).peak()
 
 
 # Each is in a regime of its own: what peaks is the head, the blocks, the embedding, the weights' gradients.
@@ -165,9 +163,7 @@ DTYPES = ["fp32", *launch.slow("bf16")]
     ],
 )
 def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dtype):
-    found = real_peak(config, B, A, recompute, dtype, "adamw")
-    memory = predicted(config, B, A, dtype, activation_checkpointing=recompute)
-    assert memory.tensors == pytest.approx(found, rel=0.03)
+    assert_is_that_of_real_steps(config, B, A, dtype, recompute=recompute, margin=0.03)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,10 +171,8 @@ def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dt
     ("optimizer", "recompute"), [("adamw", "selective"), ("muon", "none"), ("normuon", "block")]
 )
 def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(optimizer, recompute, dtype):
-    config, B, A = dataclasses.replace(REAL[2][0], **MODERN), 4, 2
-    found = real_peak(config, B, A, recompute, dtype, optimizer)
-    memory = predicted(config, B, A, dtype, optimizer, activation_checkpointing=recompute)
-    assert memory.tensors == pytest.approx(found, rel=0.02)
+    cut = (dataclasses.replace(REAL[2][0], **MODERN), 4, 2, dtype)
+    assert_is_that_of_real_steps(*cut, optimizer, recompute=recompute, margin=0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,24 +185,25 @@ def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_t
 ):
     config, B, A = dataclasses.replace(REAL[2][0], **options), 4, 2
     tuning = TuningConfig(instructions="demo", lora_r=lora_r)
-    found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
-    memory = predicted(config, B, A, dtype, tuning=tuning, activation_checkpointing=recompute)
-    assert memory.tensors == pytest.approx(found, rel=margin)
+    how = {"recompute": recompute, "tuning": tuning, "margin": margin}
+    assert_is_that_of_real_steps(config, B, A, dtype, **how)
     plain = step_memory(config, B, A, dtype)
     step = step_memory(config, B, A, dtype, tuning=dataclasses.replace(tuning, lora_r=0))
     T = config.context_length
     assert step.block - plain.block == B * T * T * (4 if dtype == "fp32" else 2)
 
 
-def real_peak(
+def assert_is_that_of_real_steps(
     config: ModelConfig,
     B: int,
     A: int,
-    recompute: schema.ActivationCheckpointing,
     dtype: str,
-    optimizer: Optimizer,
+    optimizer: Optimizer = "adamw",
+    *,
+    recompute: schema.ActivationCheckpointing,
     tuning: TuningConfig = PRETRAINING,
-) -> int:
+    margin: float,
+) -> None:
     model = build_model(config, seed=0, device=CPU)
     if tuning.lora_r:
         add_lora(model, tuning)
@@ -216,7 +211,10 @@ def real_peak(
     rows = (lambda m: PackedGPT(m, END_OF_TEXT),) if tuning.instructions else ()
     wrapped = strategy.prepare(model, *rows)
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
-    return peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
+    found = peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
+    how = {"tuning": tuning, "activation_checkpointing": recompute}
+    memory = predicted(config, B, A, dtype, optimizer, **how)
+    assert memory.tensors == pytest.approx(found, rel=margin)
 
 
 @pytest.mark.slow
@@ -266,8 +264,8 @@ sizes = st.builds(
 )
 
 
-def peak(config: ModelConfig, B: int, A: int, dtype: str, world: int = 1) -> int:
-    return predicted(config, B, A, dtype, world_size=world).tensors
+def peak(config: ModelConfig, *cut: Any, world: int = 1) -> int:
+    return predicted(config, *cut, world_size=world).tensors
 
 
 @examples
@@ -283,7 +281,7 @@ def test_memory_grows_with_everything(config, B, A, dtype):
         assert larger > here or (at_least and larger == here), name
     assert peak(config, B + 1, A, dtype) >= here
     assert peak(config, B, A + 1, dtype) >= here
-    assert peak(config, B, A, dtype, 2) >= here
+    assert peak(config, B, A, dtype, world=2) >= here
     memory = predicted(config, B, A, dtype)
     assert memory.tensors == sum(getattr(memory, part) for part in PARTS)
     assert all(getattr(memory, part) >= 0 for part in PARTS)
@@ -298,7 +296,9 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(config, sequ
     job = Job(settings, max_steps=1, world_size=2, dtype="bf16", compiled=False)
     found = job.largest_micro_batch(budget)
     divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
-    fits = {size: peak(config, size, sequences // size, "bf16", 2) <= budget for size in divisors}
+    fits = {
+        size: peak(config, size, sequences // size, "bf16", world=2) <= budget for size in divisors
+    }
     assert found == max((size for size in divisors if fits[size]), default=None)
 
 

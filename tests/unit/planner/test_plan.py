@@ -11,9 +11,7 @@ from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, SystemConfi
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.training.plan import make_plan
-from gpt2lab.training.resolve import resolve
-from gpt2lab.training.start import Start
-from tiny import parse
+from tiny import resolved
 
 
 @pytest.mark.parametrize(("total", "world"), [(96, 1), (96, 2), (480, 5)])
@@ -45,36 +43,30 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     assert derived.fit_mini_batch(batch, context_length=4, world_size=7) == (batch, None)
 
 
-LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [
+LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int | str]] = [
     *(({"max_steps": 7}, 7), ({"max_tokens": 640}, 10), ({"max_tokens": 703}, 10)),
     ({"max_tokens": 704}, 11),
     ({"num_epochs": 1.0}, 6),  # 25 windows in steps of 4
     *(({"num_epochs": 2.0}, 12), ({"num_epochs": 0.5}, 3), ({"num_epochs": 0.16}, 1), ({}, 6)),
+    *(({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")),  # no step
 ]
 
 
 @pytest.mark.parametrize(("length", "steps"), LENGTHS_OF_RUNS)
-def test_steps_tokens_and_epochs_become_whole_steps(length, steps):
-    batch = BatchConfig(total_batch_size=64)
-    counted = count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
-    assert counted == steps
-
-
-@pytest.mark.parametrize(
-    ("length", "given"), [({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")]
-)
-def test_less_than_one_step_is_rejected(length, given):
-    batch = BatchConfig(total_batch_size=64)
-    with pytest.raises(ConfigError, match=f"{given}.* less than one step of 64 tokens"):
-        count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
-
-
-def test_a_cpu_compiles_from_200_steps_on():
-    assert not compiles(SystemConfig(), on_gpu=False, max_steps=199)
-    assert compiles(SystemConfig(), on_gpu=False, max_steps=200)
+def test_steps_tokens_and_epochs_become_whole_steps_and_at_least_one(length, steps):
+    what = {"context_length": 16, "windows_per_epoch": 25}
+    asked = (LengthConfig(**length), BatchConfig(total_batch_size=64))
+    if isinstance(steps, int):
+        assert count_steps(*asked, **what) == steps
+        return
+    with pytest.raises(ConfigError, match=f"{steps}.* less than one step of 64 tokens"):
+        count_steps(*asked, **what)
 
 
 def test_a_plan_adds_up():
+    """A CPU compiles from 200 steps on; an evaluation that is the best so far saves, and is kept as a rolling one."""
+    assert not compiles(SystemConfig(), on_gpu=False, max_steps=199)
+    assert compiles(SystemConfig(), on_gpu=False, max_steps=200)
     config = override(Config(), {"total_batch_size": 64, "mini_batch_size": 2, "num_epochs": 2.0})
     config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 3})
     plan = make_plan(config, world_size=2, windows_per_epoch=25)
@@ -84,10 +76,6 @@ def test_a_plan_adds_up():
     assert plan.disk_bytes == plan.retained_checkpoints * plan.checkpoint_bytes
     # Rolling, one whole epoch, best and the one before, the one being written.
     assert plan.retained_checkpoints == 3 + 1 + 2 + 1
-
-
-def test_a_plan_has_room_for_the_checkpoints_of_evaluations():
-    """An evaluation that is the best so far saves, and retention keeps it as it keeps a rolling one."""
     config = override(Config(), {"max_steps": 60, "eval_freq": 4, "checkpoint_freq": 0})
     plan = make_plan(config, world_size=1, windows_per_epoch=10**6)
     assert plan.retained_checkpoints == config.checkpoint.keep_checkpoints + 2 + 1
@@ -103,18 +91,9 @@ def test_the_ends_of_epochs_are_kept_unless_they_are_many(wanted, epochs, kept):
     assert plan.retained_checkpoints == min(epochs, 3) + 2 + 1 + kept
 
 
-def resolved(flags: list[str], *more: str) -> Start:
-    return resolve(parse([*flags, *more]), world_size=1, set_aside=False)
-
-
-def test_warm_up_longer_than_the_run_is_rejected(tiny_flags):
-    assert resolved(tiny_flags, "--max_steps=9", "--warmup_steps=9").plan.max_steps == 9
-    with pytest.raises(ConfigError, match="warmup_steps 10 is longer than the run of 9 steps"):
-        resolved(tiny_flags, "--max_steps=9", "--warmup_steps=10")
-
-
 def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(tiny_flags, tmp_path):
-    start = resolved(tiny_flags, "--max_lr=0.01")
+    assert resolved([*tiny_flags, "--max_steps=9", "--warmup_steps=9"]).plan.max_steps == 9
+    start = resolved([*tiny_flags, "--max_lr=0.01"])
     flat = to_flat(start.config)
     steps = sum((size - 1) // 16 for size in (1003, 777, 1290)) // 8
     assert start.plan.max_steps == steps
@@ -123,9 +102,7 @@ def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(tiny_
     assert flat["warmup_steps"] == steps // 10
     assert start.attempt == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags):
+    # A run without a name is named by model and time.
     flags = [flag for flag in tiny_flags if not flag.startswith("--run_name")]
     start = resolved(flags)
     model, date, clock = start.run_dir.name.replace("_", "-").split("-")

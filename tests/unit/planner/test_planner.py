@@ -25,7 +25,6 @@ from gpt2lab.planner.estimate import effective_tokens, estimate, predicted_loss,
 from gpt2lab.planner.job import Job
 from gpt2lab.training.progress import Interval, total
 
-pytestmark = pytest.mark.usefixtures("no_user_file")
 examples = rules(derandomize=True, max_examples=60, deadline=None)
 NVLINK = ("A100", "H100", "H200", "B200")
 
@@ -147,13 +146,10 @@ def test_scaling_is_that_of_the_published_model():
     assert efficiency("H100", 16, nodes=2, interconnect="eth10") < 0.2
 
 
-def test_intervals_add_in_quadrature_and_stay_positive():
+def test_loss_is_the_published_law_with_its_offset_and_intervals_add_in_quadrature():
     both = total([Interval(10, 7, 14), Interval(10, 6, 13)])
     assert (both.value, both.low, both.high) == (20, 15, 25)
     assert total([Interval(1, 0, 3), Interval(1, 0, 3)]).low >= 0
-
-
-def test_loss_is_the_published_law_with_its_offset():
     found = predicted_loss(124_475_904, 10.26e9)
     assert found.low <= 3.272 <= found.high  # llm.c's log
     assert predicted_loss(7_000_000, 1e9) is None
@@ -161,16 +157,13 @@ def test_loss_is_the_published_law_with_its_offset():
     assert 1e9 < effective_tokens(4e9, 1e9) < 4e9
 
 
-@pytest.mark.parametrize(
-    ("unique", "says"),
-    [
+def test_the_size_of_the_data_says_which_profile_it_has_text_for():
+    known = hardware.load().profiles.values()
+    for unique, says in (
         (100_000_000, "at most 40,000,000"),  # no profile has text enough: a smaller model
         (400_000_000, "--profile fast, about 2.5 "),
-    ],
-)
-def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique, says):
-    known = hardware.load().profiles.values()
-    assert says in hardware.advise_profile(unique, parameters=100_000_000, known=known)
+    ):
+        assert says in hardware.advise_profile(unique, parameters=100_000_000, known=known)
 
 
 @pytest.mark.parametrize("name", ["modern-nano", "modern-small", "speedrun"])

@@ -13,18 +13,14 @@ examples = settings(derandomize=True, max_examples=200, deadline=None)
 
 
 @examples
-@given(last=st.integers(1, 60), freq=st.integers(0, 70))
-def test_due_steps_are_the_multiples_of_the_frequency_and_the_last(last, freq):
-    multiples = set(range(freq, last + 1, freq)) if freq else set()
-    assert {n for n in range(1, last + 1) if is_due(n, freq, last)} == multiples | {last}
-
-
-@examples
 @given(last=st.integers(1, 60), freq=st.integers(0, 70), done=st.integers(0, 60))
-def test_events_still_due_are_counted_as_brute_force_counts_them(last, freq, done):
+def test_due_steps_are_the_multiples_of_the_frequency_and_the_last(last, freq, done):
+    """Events that are still due are counted as brute force counts them."""
+    multiples = set(range(freq, last + 1, freq)) if freq else set()
+    due = {n for n in range(1, last + 1) if is_due(n, freq, last)}
+    assert due == multiples | {last}
     step = min(done, last)
-    due = sum(is_due(n, freq, last) for n in range(step + 1, last + 1))
-    assert count_due(step, freq, last) == due
+    assert count_due(step, freq, last) == sum(n > step for n in due)
 
 
 def seconds_left(progress: Progress, step: int) -> float | None:
@@ -35,6 +31,7 @@ def seconds_left(progress: Progress, step: int) -> float | None:
 def test_nothing_is_predicted_before_there_is_a_pace():
     progress = Progress(last_step=10, frequencies={"eval": 5})
     progress.record_event("eval", 3.0)
+    progress.record_event("coffee", 1000.0)  # has no frequency, and is not counted
     assert (progress.pace(), seconds_left(progress, 0)) == (None, None)
     for step in (1, 2):
         progress.record_step(100.0)
@@ -56,6 +53,9 @@ def test_pace_follows_the_most_recent_steps():
     for seconds in range(100):
         progress.record_step(seconds)
     assert progress.stop_seconds(2.0) == 1.5 * (94 + 2), "slow steps, no outliers"
+    assert progress.stop_seconds(2.0, num_steps=2) == 1.5 * (2 * 94 + 2), (
+        "where steps are pipelined"
+    )
     assert Interval(2.0, 1.0, 4.0).inverse_of(8.0) == Interval(4.0, 2.0, 8.0)
 
 
@@ -138,14 +138,6 @@ def test_seconds_left_of_simulated_runs():
     assert errors[len(errors) // 2] <= 0.01
     assert errors[int(0.9 * len(errors))] <= 0.03
     assert sum(inside) / len(inside) >= 0.8
-
-
-def test_kinds_without_a_frequency_are_not_counted():
-    progress = Progress(last_step=6, frequencies={"eval": 2})
-    for _ in range(3):
-        progress.record_step(1.0)
-    progress.record_event("coffee", 1000.0)
-    assert seconds_left(progress, 3) == pytest.approx(3.0)
 
 
 @examples

@@ -17,7 +17,6 @@ from gpt2lab.planner import estimate, machine
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job
 
-pytestmark = pytest.mark.usefixtures("no_user_file")
 FILE = Path(__file__).parents[2] / "golden" / "published_runs.jsonl"
 RUNS: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text().splitlines()]
 
@@ -115,12 +114,15 @@ def test_the_constants_are_the_fit_and_the_intervals_are_what_runs_left_out_miss
         assert KNOWN.constants[name] == pytest.approx(scatter, abs=0.01)
 
 
-def rate(gpu: str, **flags: object) -> float:
-    return predict(gpu, steps="1000", **flags).throughput.value
+def test_small_work_is_slower_than_large_and_the_interval_says_how_little_is_known_of_it():
+    """Launching kernels costs the same for one sequence and for many.
 
+    It depends on the host's processor; the published runs are of work that hides it.
+    """
 
-def test_small_work_is_slower_than_large():
-    """Launching kernels costs the same for one sequence and for many."""
+    def rate(gpu: str, **flags: object) -> float:
+        return predict(gpu, steps="1000", **flags).throughput.value
+
     assert rate("H100", mini_batch_size=1) < 0.6 * rate("H100", mini_batch_size=64)
     sizes = [rate("B200", mini_batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
     assert sizes == sorted(sizes)
@@ -128,10 +130,6 @@ def test_small_work_is_slower_than_large():
     names = ("gpt2-micro", "gpt2-mini", "gpt2")
     mfu = [predict("H100", model=m, steps="9").mfu or 0 for m in names]
     assert mfu == sorted(mfu)
-
-
-def test_where_launches_take_the_time_the_interval_says_how_little_is_known():
-    """They depend on the host's processor; the published runs are of work that hides them."""
     nano, gpt2 = (predict("H100", model=m, steps="9").sigma for m in ("gpt2-nano", "gpt2"))
     assert gpt2 == pytest.approx(KNOWN.constants["sigma_roofline"], rel=0.05)
     assert nano > 2 * gpt2
@@ -155,9 +153,6 @@ def test_a_compiled_step_on_a_gpu_holds_2_bytes_a_logit_and_an_uncompiled_one_12
     saved = eager.tensors - compiled.memory(on_gpu=True).tensors
     assert saved == pytest.approx(10 * logits, rel=0.05)  # the head's gradients come there
     assert compiled.memory(on_gpu=False) == eager  # a CPU's formula
-
-
-def test_memory_of_a_compiled_step_is_what_an_h200_needed():
-    """docs/cards: 28,624,824,832 bytes of tensors."""
+    # What an H200 needed, in docs/cards: 28,624,824,832 bytes of tensors.
     job = job_for(compile="on", mini_batch_size=64, total_batch_size=524288, steps="9")
     assert 1 <= job.memory(on_gpu=True).tensors / 28_624_824_832 < 1.1

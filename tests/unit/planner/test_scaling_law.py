@@ -111,18 +111,13 @@ def test_four_of_five_predictions_hold(points, law, top, misfit):
     assert min(shares.values()) > 0.6
 
 
-@pytest.mark.parametrize(
-    ("sizes", "tokens", "line"),
-    [
-        ((1, 2), (1, 2, 3), "at least 3 sizes, and these rungs have 2"),
-        ((1, 2, 3), (5,), "at least 3 numbers of tokens, and these rungs have 1"),
-    ],
-)
-def test_too_few_rungs_are_rejected(sizes, tokens, line):
-    with pytest.raises(ConfigError, match=line):
-        fit_law([Rung(N, D, (2.0,)) for N in sizes for D in tokens])
-    diagonal = [Rung(N, N, (2.0,)) for N in (1, 2, 3, 4, 5)]
-    with pytest.raises(ConfigError, match="5 rungs for a law of 5 parameters"):
-        fit_law(diagonal)
+def test_too_few_rungs_are_rejected():
+    for points, line in (
+        ([(N, D) for N in (1, 2) for D in (1, 2, 3)], "at least 3 sizes, and these rungs have 2"),
+        ([(N, 5) for N in (1, 2, 3)], "at least 3 numbers of tokens, and these rungs have 1"),
+        ([(N, N) for N in range(1, 6)], "5 rungs for a law of 5 parameters"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            fit_law([Rung(N, D, (2.0,)) for N, D in points])
     with pytest.raises(ConfigError, match="each must be a number above 0"):
         fit_law([*(Rung(N, N, (2.0,)) for N in range(1, 9)), Rung(9, 9, (float("nan"),))])

@@ -12,6 +12,7 @@ from gpt2lab.distributed import processor
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import machine
+from launch import write_program
 
 BUILD = processor.build_of_torch
 
@@ -34,9 +35,8 @@ for card in cards if asked else []:
 
 @pytest.fixture(autouse=True)
 def _three_cards(tmp_path, monkeypatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(FAKE.format(python=sys.executable))
-    program.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_program(tmp_path / "nvidia-smi", FAKE.format(python=sys.executable))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", "12.8"))
 
@@ -51,7 +51,6 @@ def _three_cards(tmp_path, monkeypatch) -> None:
 )
 def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, free_mib):
     """In the order that CUDA numbers them; the full card of another job is not looked at."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     found = machine.detect_hardware()
@@ -60,16 +59,13 @@ def test_a_process_counts_the_cards_that_it_may_use(monkeypatch, chosen, seen, f
     assert found.busiest_gpu == (99 - 49 * min(seen)) / 100
 
 
-@pytest.mark.parametrize("chosen", ["", "-1", "NoDevFiles"])
-def test_hidden_cards_leave_the_processor(monkeypatch, capsys, chosen):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert machine.detect_hardware().is_cpu
-    assert doctor.main([]) == 0
-    assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
-
-
-def test_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
+def test_hidden_cards_leave_the_processor_and_of_a_mig_slice_nothing_is_known(monkeypatch, capsys):
     """Its memory is a part of the card's, and nvidia-smi's rows are cards."""
+    for chosen in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert machine.detect_hardware().is_cpu
+        assert doctor.main([]) == 0
+        assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234-5678")
     found = machine.detect_hardware()
     assert (len(found.gpus), found.is_cpu, found.auto_dtype) == (1, False, "bf16")
@@ -95,7 +91,6 @@ def test_a_driver_too_old_for_torch_is_named_and_fixed(monkeypatch, tmp_path, cu
     program = tmp_path / "nvidia-smi"
     program.write_text(program.read_text().replace("570.1", driver))
     monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", cuda))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = processor.unseen_gpus()
     assert (found is None) == (named is None)
     assert all(word in str(found) for word in named or ())
@@ -106,7 +101,6 @@ def test_a_driver_too_old_for_torch_is_named_and_fixed(monkeypatch, tmp_path, cu
 def test_a_run_does_not_train_on_the_processor_beside_a_card_that_torch_cannot_see(monkeypatch):
     """With the torch of these tests, as on a machine with a wheel for processors."""
     monkeypatch.setattr(processor, "build_of_torch", BUILD)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match="--device cpu"):
             Runtime().use(SystemConfig(device=device))
@@ -117,6 +111,5 @@ def test_a_field_that_the_driver_does_not_know_hides_no_card(monkeypatch, tmp_pa
     program = tmp_path / "nvidia-smi"
     unknown = 'if "clocks_event" in str(sys.argv): sys.exit("not a valid field")\ncards = ['
     program.write_text(program.read_text().replace("cards = [", unknown))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = machine.detect_hardware().gpus
     assert [(gpu.capability, gpu.throttle) for gpu in found] == [("9.0", None)] * 3
