@@ -19,7 +19,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
 from gpt2lab.report.page import render
-from launch import call
+from launch import append, call
 from long_logs import BUDGET, long_run_of, peak_bytes
 
 
@@ -34,13 +34,9 @@ def test_curves_follow_the_line_of_the_newest_weights(run_dir):
     assert raw.y.tolist() == [step["loss"] for step in steps.values()]
     assert found.grad_norm.raw.y.tolist() == [step["grad_norm"] for step in steps.values()]
     assert found.rates["AdamW"].y.tolist() == [step["lr"] for step in steps.values()]
-
-
-def test_places_by_tokens_and_hours_are_those_of_the_steps(run_dir):
-    found = curves.read_curves(run_dir)
-    steps = launch.current_steps(run_dir)
+    # Places by tokens and hours are those of the steps.
     seconds = [step["step_seconds"] for step in steps.values()]
-    x = found.loss.raw.x
+    x = raw.x
     assert x["tokens"].tolist() == [step["tokens"] for step in steps.values()]
     np.testing.assert_allclose(x["hours"] * 3600, np.cumsum(seconds))
     evaluated = found.validation.x  # also before the first step
@@ -57,34 +53,26 @@ def test_many_steps_become_few_points_and_no_spike_is_lost():
     even = np.array(curves.spread(range(len(values)), 400))
     assert (len(even), even[0], even[-1]) == (400, 0, 39_999)
     assert set(curves.running_medians(values, even)[1:].tolist()) == {3.0}
+    # A running median over many values ends with the last.
+    values = np.repeat([1.0, 3.0], 100_000)
+    found = curves.running_medians(values, np.array(curves.spread(range(len(values)), 400)))
+    assert (found[0], found[-1]) == (1.0, 3.0)
 
 
-@pytest.mark.parametrize("read", [curves.read_curves, render], ids=["curves", "page"])
-def test_a_long_log_costs_little_memory(run_dir, tmp_path, read):
-    assert peak_bytes(read, long_run_of(run_dir, tmp_path / "long")) < BUDGET
-
-
-def test_the_page_of_a_long_log_is_small(run_dir, tmp_path):
-    page = render(long_run_of(run_dir, tmp_path / "long"))
+def test_a_long_log_costs_little_memory_and_its_page_is_small(run_dir, tmp_path):
+    long_run = long_run_of(run_dir, tmp_path / "long")
+    for read in (curves.read_curves, render):
+        assert peak_bytes(read, long_run) < BUDGET
+    page = render(long_run)
     assert len(page) < 500_000
     paths = re.findall(r' d="([^"]*)"', page)
     assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
-def test_a_running_median_over_many_values_ends_with_the_last():
-    values = np.ones(200_000)
-    values[-100_000:] = 3.0
-    even = np.array(curves.spread(range(len(values)), 400))
-    found = curves.running_medians(values, even)
-    assert (found[0], found[-1]) == (1.0, 3.0)
-
-
 def test_what_is_no_number_is_not_drawn(run_dir):
-    event = {"event": "eval", "time": 1.0, "attempt": 2, "step": 10, "val_loss": "high"}
-    wrong = {"event": "step", "time": 1.0, "attempt": 2, "step": 13, "loss": None, "tokens": 832}
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(event) + "\n" + json.dumps(wrong) + "\n")
-        file.write(json.dumps(wrong | {"step": 14, "loss": float("inf")}) + "\n")
+    append(run_dir, event="eval", step=10, val_loss="high")
+    for step, loss in ((13, None), (14, float("inf"))):
+        append(run_dir, event="step", step=step, loss=loss, tokens=832)
     found = curves.read_curves(run_dir)
     assert found.validation.x["step"].tolist() == [0, 4, 8, 12]
     assert found.loss.raw.x["step"].tolist() == list(range(1, 13))
@@ -127,11 +115,9 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(run_dir, tmp_pat
 def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(run_dir, tmp_path):
     from matplotlib.figure import Figure
 
-    event = {"event": "hellaswag", "time": 1.0, "attempt": 2, "step": 8, "n": 10, "seconds": 1.0}
-    event |= {"acc_norm": 0.4, "acc_norm_se": 0.1}
-    event |= {"acc_token_norm": None, "acc_token_norm_se": None}
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(event) + "\n")
+    scores = {"acc_norm": 0.4, "acc_norm_se": 0.1}
+    scores |= {"acc_token_norm": None, "acc_token_norm_se": None}
+    append(run_dir, event="hellaswag", step=8, n=10, seconds=1.0, **scores)
     found = curves.read_curves(run_dir)
     axes = Figure().add_subplot()
     plots._draw_panel(axes, curves.panels_of([found])[1], [found], plots.View())
@@ -215,8 +201,6 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(run_dir, tmp_path, words, wordi
 
 
 _INTERVAL = {"mean": 1, "low": 0, "high": 2}
-
-
 _ONE = {"over_units": None, "over_seeds": _INTERVAL, "sequential": None, "setting": "a"}
 
 

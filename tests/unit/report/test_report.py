@@ -21,7 +21,7 @@ from gpt2lab.report.charts import Scale
 from gpt2lab.report.page import render
 from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.summary import describe_run
-from launch import call
+from launch import append, call
 from tiny import TEXT, edit_json, parse, pretrain
 
 
@@ -39,12 +39,6 @@ def trained(tmp_path_factory, tiny_data) -> Path:
 @pytest.fixture
 def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
-
-
-def append(run_dir: Path, **event: object) -> None:
-    line = {"event": "warning", "time": 1.0, "attempt": 2, "step": 4} | event
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def text_of(page: str) -> str:
@@ -84,15 +78,12 @@ def test_the_page_tells_the_run_s_own_numbers(run_dir):
     assert "best" in rows[1][1]
 
 
-def test_the_page_is_the_same_in_a_locale_without_utf_8(run_dir):
+def test_the_page_needs_nothing_from_elsewhere_and_no_locale_with_utf_8(run_dir):
+    page = render(run_dir)
     ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     launch.worked(launch.script("report", run_dir, **ascii))
-    page, wanted = (run_dir / "report.html").read_text("utf-8"), render(run_dir)
-    assert re.findall("[^\x00-\x7f]", page) == re.findall("[^\x00-\x7f]", wanted)
-
-
-def test_the_page_needs_nothing_from_elsewhere(run_dir):
-    page = render(run_dir)
+    written = (run_dir / "report.html").read_text("utf-8")
+    assert re.findall("[^\x00-\x7f]", written) == re.findall("[^\x00-\x7f]", page)
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert len(links) > 5
     assert all(link.startswith("#") for link in links)
@@ -262,15 +253,6 @@ def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(run_dir, name,
     assert line.startswith(f"warning: {run_dir / name}: {said}")
 
 
-def test_a_log_without_a_beginning_is_shown(run_dir):
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = "".join(line for line in lines if '"event": "begin"' not in line)
-    (run_dir / "metrics.jsonl").write_text(kept)
-    assert "step 4 " in text_of(render(run_dir))
-    said = call("status", "--checkpoint_dir", run_dir.parent).stdout
-    assert "4/n/a" in said
-
-
 def test_peak_memory_is_the_most_of_all_starts(run_dir):
     """Also of steps that a resume from before them left behind."""
     events = launch.all_events(run_dir)
@@ -280,8 +262,7 @@ def test_peak_memory_is_the_most_of_all_starts(run_dir):
             event["peak_memory_bytes"] = 3 * 2**30 if left_behind else 2**30
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     document = json.loads((run_dir / "estimate.json").read_text())
-    document["memory"] = {**(document.get("memory") or {}), "total": 6 * 2**30}
-    (run_dir / "estimate.json").write_text(json.dumps(document))
+    edit_json(run_dir / "estimate.json", memory=(document["memory"] or {}) | {"total": 6 * 2**30})
     wanted = "memory 6.00 GiB - 3.00 GiB 200% of the actual peak"
     assert wanted in text_of(render(run_dir))
 
@@ -298,8 +279,12 @@ def test_a_complete_run_goes_on_with_more_steps(run_dir, last):
     assert f"{statistics.median(rates):,.0f} tokens/s (median" in describe_run(run_dir)
 
 
-def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir):
+def test_a_run_that_took_no_step_lacks_its_beginning_or_goes_on_is_reported_as_such(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if '"event": "begin"' not in line)
+    (run_dir / "metrics.jsonl").write_text(kept)
+    assert "step 4 " in text_of(render(run_dir))
+    assert "4/n/a" in call("status", "--checkpoint_dir", run_dir.parent).stdout
     edit_json(run_dir / "estimate.json", actual=None)
     (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))  # without `done`
     assert re.search(r"time \S+ .*? so far tokens/s", text_of(render(run_dir)))
@@ -505,22 +490,15 @@ def test_the_page_is_readable_at_any_width_in_both_schemes(run_dir, tmp_path, ru
     assert [set(axes) for axes in found["axes"]] == [{"step"}, {"tokens"}, {"hours"}]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "is_log"),
-    [
+def test_the_labels_of_an_axis_differ_and_have_no_more_digits_than_they_need():
+    for low, high, is_log in (
         *((12_300, 12_340, False), (1_234_567, 1_234_571, False), (9_000.001, 9_000.004, False)),
         *((3.2, 3.3, True), (0.0, 1.0, False), (0.1, 30.0, True)),
-    ],
-)
-def test_the_labels_of_an_axis_differ_and_are_at_least_two(low, high, *, is_log):
-    ticks = Scale(low, high, is_log).ticks()
-    texts = [text for _, text in ticks]
-    assert len(texts) >= 2
-    assert len(set(texts)) == len(texts)
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value, _ in ticks)
-
-
-def test_labels_have_no_more_digits_than_they_need():
+    ):
+        ticks = Scale(low, high, is_log).ticks()
+        texts = [text for _, text in ticks]
+        assert 2 <= len(texts) == len(set(texts)), texts
+        assert all(low - 1e-9 <= value <= high + 1e-9 for value, _ in ticks)
     assert [text for _, text in Scale(0.0, 0.5).ticks()] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
     assert [text for _, text in Scale(10_000, 15_000).ticks()][:2] == ["10K", "11K"]
     assert [text for _, text in Scale(12_300, 12_340).ticks()][:2] == ["12.3K", "12.31K"]
