@@ -24,10 +24,10 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
 
 def test_each_task_shows_its_newest_evaluation(tmp_path):
     log = log_of((1, 0, 8))
-    add_tasks(tmp_path, log, 4, {"a": {"n": 1, "metrics": {}}, "b": {"n": 2, "metrics": {}}})
-    add_tasks(tmp_path, log, 8, {"b": {"n": 3, "metrics": {}}})
-    add_tasks(tmp_path, log, 8, {"c": {"n": 4, "metrics": {}}})
     a, b, c, d = ({"n": n, "metrics": {}} for n in (1, 2, 3, 4))
+    add_tasks(tmp_path, log, 4, {"a": a, "b": b})
+    for tasks in ({"b": c}, {"c": d}):
+        add_tasks(tmp_path, log, 8, tasks)
     assert newest_tasks(tmp_path, log) == {"a": (4, a), "b": (8, c), "c": (8, d)}
     assert newest_tasks(tmp_path, log, 4) == {"a": (4, a), "b": (4, b)}
 

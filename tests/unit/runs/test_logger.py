@@ -24,29 +24,30 @@ def lines_of(run_dir: Path) -> list[dict]:
 
 
 def test_every_line_tells_what_when_which_start_and_which_step(tmp_path):
+    """A number that is not finite is null; bytes of a file's name that are no UTF-8 are half a surrogate pair."""
     before = time.time()
     logger = MetricsLogger(tmp_path, attempt=3)
     logger.event("eval", 7, val_loss=1.5, seconds=0.25)
     logger.warn("look out", 8)
+    logger.event("step", 9, lr=0.5, mfu=None, loss=math.nan, high=math.inf, low=-math.inf)
+    logger.say("run caf\udce9")
     logger.close()
-    first, second = lines_of(tmp_path)
-    assert before <= first.pop("time") <= second.pop("time") <= time.time()
+    first, second, third = lines_of(tmp_path)
+    times = [line.pop("time") for line in (first, second, third)]
+    assert before <= times[0] <= times[1] <= times[2] <= time.time()
     assert first == {"event": "eval", "attempt": 3, "step": 7, "val_loss": 1.5, "seconds": 0.25}
     assert second == {"event": "warning", "attempt": 3, "step": 8, "message": "look out"}
+    none = dict.fromkeys(("mfu", "loss", "high", "low"))
+    assert third == {"event": "step", "attempt": 3, "step": 9, "lr": 0.5, **none}
+    assert (tmp_path / "log.txt").read_text().endswith("\nrun caf\\udce9\n")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_number_that_is_not_finite_becomes_null(tmp_path, bad):
-    logger = MetricsLogger(tmp_path, attempt=1)
-    logger.event("step", 1, loss=bad, lr=0.5, mfu=None)
-    logger.close()
-    (line,) = lines_of(tmp_path)
-    assert (line["loss"], line["lr"], line["mfu"]) == (None, 0.5, None)
+def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
+    return {"event": kind, "time": 1.0, "attempt": attempt, "step": step, **fields}
 
 
 def whole_line(step: int) -> bytes:
-    line = {"event": "step", "time": 1.0, "attempt": 1, "step": step}
-    return json.dumps(line).encode() + b"\n"
+    return json.dumps(event("step", step)).encode() + b"\n"
 
 
 def test_a_console_on_a_full_disk_is_written_again(tmp_path):
@@ -62,14 +63,6 @@ def test_a_console_on_a_full_disk_is_written_again(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("three\n")
     assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\nfour\n"
-
-
-def test_a_name_that_is_no_text_can_be_logged(tmp_path):
-    """Names of files are bytes: what of them is not UTF-8 is half a surrogate pair in Python."""
-    logger = MetricsLogger(tmp_path, attempt=1)
-    logger.say("run caf\udce9")
-    logger.close()
-    assert (tmp_path / "log.txt").read_text() == "run caf\\udce9\n"
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}", b"x" * 100, b"x" * 1000])
@@ -109,10 +102,6 @@ def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, mo
     assert capsys.readouterr() == ("", "")
 
 
-def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
-    return {"event": kind, "time": 1.0, "attempt": attempt, "step": step, **fields}
-
-
 def test_current_follows_the_line_that_the_newest_weights_took():
     events = [
         *[event("step", n, 1) for n in range(1, 8)],
@@ -142,9 +131,7 @@ def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stal
     assert " --gpus 2 " in summary.command_to_continue(Path("run"), by_two)
     saved = event("checkpoint", 2, seconds=9.0, stall_seconds=0.5)
     assert log_of([event("step", 1, step_seconds=1.0), saved]).spent_seconds() == 1.5
-
-
-def test_the_speed_of_a_run_is_that_of_its_last_start_without_what_compiles():
+    # The speed of a run is that of its last start, without what compiles.
     rates = [(1, 900.0)] * 8 + [(2, rate) for rate in (1.0, 2.0, 50.0, 60.0, 70.0)]
     steps = [event("step", n, of, tokens_per_second=rate) for n, (of, rate) in enumerate(rates, 1)]
     assert log_of(steps).typical_rate()[0] == 60.0

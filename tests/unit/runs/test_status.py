@@ -1,9 +1,9 @@
 """gpt2lab status, and names of runs: read from the files of a run while it trains or after it died."""
 
+import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import shutil
 import signal
@@ -18,7 +18,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.commands.checkpoints import List
 from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
-from launch import call
+from launch import append, call
 from tiny import edit_json
 
 
@@ -35,19 +35,21 @@ def test_status_of_a_complete_run(run_dir):
     assert overview.status_table([status], width=width) == table
     said = launch.worked(call("status", "--checkpoint_dir", run_dir.parent)).stdout
     assert "completed  12/12" in said
+    # A failed run shows its exit code, and one with a damaged log its problem.
+    edit_json(run_dir / "status.json", state="failed", exit_code=76)
+    (run_dir / "metrics.jsonl").write_text((run_dir / "metrics.jsonl").read_text() + "not json\n")
+    said = call("status", "--checkpoint_dir", run_dir.parent)[1]
+    assert "failed (76)" in said
+    assert "not JSON" in said.splitlines()[-1]
 
 
 def test_a_run_whose_process_is_gone_is_not_called_running(run_dir):
     edit_json(run_dir / "status.json", state="running", exit_code=None)
     assert overview.read_run(run_dir).state == "killed"
-    held = RunFolder(run_dir)
-    assert overview.read_run(run_dir).state == "running"
-    held.close()
+    with contextlib.closing(RunFolder(run_dir)):
+        assert overview.read_run(run_dir).state == "running"
     assert overview.read_run(run_dir).state == "killed"
-
-
-def test_who_only_looks_keeps_no_run_from_starting(run_dir):
-    """A table of runs that is shown every few seconds looks whether the lock is held, by taking a share of it."""
+    # Who only looks whether the lock is held takes a share of it, and keeps no run from starting.
     with open(run_dir / "run.lock") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
@@ -58,24 +60,12 @@ def test_the_time_left_of_a_running_run_counts_down(run_dir, monkeypatch):
     edit_json(run_dir / "status.json", state="running")
     last = launch.events(run_dir, "step")[-1] | {"remaining_seconds": 100.0, "step": 12}
     monkeypatch.setattr(time, "time", lambda: last["time"] + 30)
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(last) + "\n")
-    held = RunFolder(run_dir)
-    assert overview.read_run(run_dir).remaining_seconds == 70
-    begin = launch.events(run_dir, "begin")[-1] | {"attempt": last["attempt"] + 1, "step": 12}
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(begin) + "\n")
-    assert overview.read_run(run_dir).remaining_seconds is None, "a resume has no pace yet"
-    held.close()
-
-
-def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir):
-    edit_json(run_dir / "status.json", state="failed", exit_code=76)
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write("not json\n")
-    said = call("status", "--checkpoint_dir", run_dir.parent)[1]
-    assert "failed (76)" in said
-    assert "not JSON" in said.splitlines()[-1]
+    append(run_dir, **last)
+    with contextlib.closing(RunFolder(run_dir)):
+        assert overview.read_run(run_dir).remaining_seconds == 70
+        begin = launch.events(run_dir, "begin")[-1] | {"attempt": last["attempt"] + 1, "step": 12}
+        append(run_dir, **begin)
+        assert overview.read_run(run_dir).remaining_seconds is None, "a resume has no pace yet"
 
 
 def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
@@ -114,8 +104,7 @@ def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path):
 
 
 def test_watch_shows_again_until_it_is_interrupted(run_dir):
-    command = [*launch.words_of("status"), "--watch=0.1"]
-    command += [f"--checkpoint_dir={run_dir.parent}"]
+    command = [*launch.words_of("status"), "--watch=0.1", f"--checkpoint_dir={run_dir.parent}"]
     # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
