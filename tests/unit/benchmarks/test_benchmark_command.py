@@ -57,18 +57,8 @@ def test_parallel_modes_side_by_side(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path):
-    words = [
-        "--layers",
-        1,
-        3,
-        "--steps",
-        2,
-        "--mode",
-        "ddp",
-        "zero1",
-        "--json",
-        tmp_path / "o.json",
-    ]
+    words = ["--layers", 1, 3, "--steps", 2, "--mode", "ddp", "zero1"]
+    words += ["--json", tmp_path / "o.json"]
     said = worked(script("benchmark", "step-overhead", *words)).stdout
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     modes = [(mode, 4 + 12 * layers) for layers in (1, 3) for mode in ("ddp", "zero1")]

@@ -15,9 +15,10 @@ import pytest
 
 from benchmarks import card_page, first_card, trainers
 from benchmarks.sizes import SIZES, VARIANTS, fitted
+from fake_trainer import plan
 from gpt2lab.errors import CheckError, ConfigError
 from gpt2lab.planner.machine import DetectedHardware
-from launch import REPOSITORY, call, environment, words_of
+from launch import REPOSITORY, call, environment, words_of, write_program
 
 RECORDED = REPOSITORY / "tests" / "golden" / "first_card.json"  # as of an H200, made up
 GIB = 2**30
@@ -30,8 +31,7 @@ esac
 
 
 def recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORDED.read_text())
-    return found
+    return dict(json.loads(RECORDED.read_text()))
 
 
 def run_recorded(monkeypatch, out: Path, **how: Any) -> int:
@@ -80,6 +80,9 @@ def test_stages_become_one_file_without_names_and_paths(monkeypatch, tmp_path, c
     again = json.loads((tmp_path / "c.json").read_text())["stages"]
     assert list(again) == list(first_card.STAGES)
     assert again["speed"] == json.loads(text)["stages"]["speed"]
+    # A file is at most 100 kB.
+    assert run_recorded(monkeypatch, tmp_path / "d.json", problems=["x" * 1000] * 200) == 1
+    assert len((tmp_path / "d.json").read_text()) < first_card.LARGEST
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 22), (2, 27)])
@@ -87,11 +90,6 @@ def test_a_stage_may_take_its_share_of_what_is_left(gpus, parts):
     names, end = list(first_card.STAGES), time.monotonic() + 60 * parts
     assert first_card._seconds_for(names[1:], end, gpus) == pytest.approx(9 * 60, rel=0.1)
     assert first_card._seconds_for(names[-2:], end, 1) == pytest.approx(60 * parts, rel=0.1)
-
-
-def test_a_file_is_at_most_100_kb(monkeypatch, tmp_path):
-    assert run_recorded(monkeypatch, tmp_path / "c.json", problems=["x" * 1000] * 200) == 1
-    assert len((tmp_path / "c.json").read_text()) < first_card.LARGEST
 
 
 @pytest.mark.parametrize(
@@ -144,41 +142,34 @@ def test_tests_that_ended_before_the_stages_time_was_over_are_kept(monkeypatch, 
         f"    pathlib.Path({str(tmp_path / 'began')!r}).touch()\n    time.sleep(1000)\n"
     )
     bench = first_card.Bench("cpu", 1, 8, (), tmp_path, 1e12)
-    began, run = tmp_path / "began", first_card.Bench.run
+    began, run, wait = tmp_path / "began", first_card.Bench.run, subprocess.Popen.wait
 
     def of_two(self: Any, *words: str) -> Any:
         kept = [word for word in words if word.startswith("--junitxml")]
         return run(self, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_two.py", *kept)
 
-    monkeypatch.setattr(first_card, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(first_card.Bench, "left", property(lambda self: 600.0))
-    monkeypatch.setattr(first_card.Bench, "run", of_two)
-    monkeypatch.setattr(subprocess.Popen, "wait", _late_once(began))
-    found = first_card.tests(bench)
-    assert found["counts"]["curves"] == {"passed": 1, "failed": 0, "skipped": 0}
-    assert found["problems"][0] == "curves: not done when the stage's time was over"
-
-
-def _late_once(began: Path) -> Any:
-    """Return a wait that is over with the first process's second test begun, as if that had taken its time."""
-    wait = subprocess.Popen.wait
-
     def late(self: Any, timeout: float | None = None) -> int:
+        """Be over with the first process's second test begun, as if that had taken its time."""
         if timeout != 600.0:
             return wait(self, timeout)
         while not began.exists():
             time.sleep(0.01)
         raise subprocess.TimeoutExpired("pytest", 600.0)
 
-    return late
+    monkeypatch.setattr(first_card, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(first_card.Bench, "left", property(lambda self: 600.0))
+    monkeypatch.setattr(first_card.Bench, "run", of_two)
+    monkeypatch.setattr(subprocess.Popen, "wait", late)
+    found = first_card.tests(bench)
+    assert found["counts"]["curves"] == {"passed": 1, "failed": 0, "skipped": 0}
+    assert found["problems"][0] == "curves: not done when the stage's time was over"
 
 
 def test_without_a_card_that_torch_can_use_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     none = call("benchmark", "first-card", folder=tmp_path)
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", SMI)
     monkeypatch.setattr("gpt2lab.distributed.processor.build_of_torch", lambda: ("2.13.0", None))
     unseen = call("benchmark", "first-card", folder=tmp_path)
     for done, words in ((none, "--device cpu"), (unseen, "NVIDIA H200 with driver 580.65")):
@@ -210,29 +201,17 @@ def test_wrong_flags(words, said, tmp_path):
     assert json.loads((tmp_path / "c.json").read_text()) == card
 
 
-# -- the micro-batch of a card ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("free", "micro_batch"), [(140, 64), (44, 64), (30, 32), (15, 16), (6, 4)])
-def test_the_micro_batch_is_the_largest_power_of_two_that_fits(free, micro_batch):
-    found = fitted(SIZES["gpt2"], free * GIB)
-    assert found.mini_batch_size == micro_batch
-    assert found.tokens == SIZES["gpt2"].tokens
-
-
-def test_a_card_without_room_is_refused():
+def test_the_micro_batch_is_the_largest_power_of_two_that_fits_or_refused():
+    for free, micro_batch in ((140, 64), (44, 64), (30, 32), (15, 16), (6, 4)):
+        found = fitted(SIZES["gpt2"], free * GIB)
+        assert (found.mini_batch_size, found.tokens) == (micro_batch, SIZES["gpt2"].tokens)
     assert fitted(SIZES["gpt2"], None) == SIZES["gpt2"]
     with pytest.raises(ConfigError, match="not even one sequence"):
         fitted(SIZES["gpt2"], 2 * GIB)
 
 
-def plan(**changes: Any) -> trainers.Plan:
-    plain = (("gpt2",), (), ("auto",), "cuda", 1, 1, 2, 30.0, False, False)
-    return trainers.Plan(*plain, **changes)  # type: ignore[arg-type]
-
-
 def test_out_of_memory_halves_the_micro_batch_once(monkeypatch):
-    sizes: list[int] = []
+    sizes, gpt2 = list[int](), plan(models=("gpt2",), device="cuda")
     monkeypatch.setattr(trainers, "detect_hardware", lambda: DetectedHardware(()))
 
     def compare_at(name: str, size: Any, *others: Any, largest: int | None) -> dict[str, Any]:
@@ -243,21 +222,19 @@ def test_out_of_memory_halves_the_micro_batch_once(monkeypatch):
 
     monkeypatch.setattr(trainers, "_compare_at", compare_at)
     fails = [1]
-    assert trainers.compare(plan(), print) == {"gpt2": {"micro_batch": 32, "halved": True}}
+    assert trainers.compare(gpt2, print) == {"gpt2": {"micro_batch": 32, "halved": True}}
     assert sizes == [64, 32]
     fails = [3, 4]
     with pytest.raises(CheckError, match="out of memory"):
-        trainers.compare(plan(), print)
+        trainers.compare(gpt2, print)
 
 
 def test_a_variant_that_does_not_fit_is_left_out(tmp_path):
-    tried = trainers._contestants(plan(variants=tuple(VARIANTS)), SIZES["gpt2"], tmp_path)
+    every = plan(variants=tuple(VARIANTS), device="cuda")
+    tried = trainers._contestants(every, SIZES["gpt2"], tmp_path)
     names = [contestant.name for contestant in trainers.fitting(tried, largest=64)]
     assert names == ["ours", *(name for name in VARIANTS if name != "micro_double")]
     assert trainers.fitting(tried, largest=128) == trainers.fitting(tried, largest=None) == tried
-
-
-# -- for real ----------------------------------------------------------------------------------------------------------
 
 
 def assert_within(found: Any, known: Any, place: str) -> None:

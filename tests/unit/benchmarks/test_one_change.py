@@ -10,15 +10,15 @@ from benchmarks import changes
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.errors import CheckError, ConfigError
 from launch import REPOSITORY
+from tiny import MODERN
 from whole_run import Run
 
-MODERN = ("--positions=rotary", "--norm=rmsnorm", "--qk_norm=rmsnorm", "--activation=relu2")
 TOKENS = 4 * 128
 
 
 def test_each_change_moves_the_loss_none_is_the_trainers(tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 4 steps is the last alone
-    run = Run(tiny_data, tmp_path, *MODERN, "--optimizer=muon", f"--max_tokens={TOKENS}")
+    run = Run(tiny_data, tmp_path, **MODERN, optimizer="muon", max_tokens=TOKENS)
     run.train()
     trained = run.events("eval")[-1]["val_loss"]
 
@@ -41,10 +41,8 @@ def test_each_change_moves_the_loss_none_is_the_trainers(tiny_data, tmp_path, ca
         changes.main([*argv, "--max_lr=0.02"])
     with pytest.raises(CheckError, match="no file of runs that this program wrote"):
         changes.main([str(run.path / "metrics.jsonl"), *run.flags])
-
-
-def test_a_change_of_muon_needs_it_before_anything_is_trained(tmp_path):
-    out = tmp_path / "changes.jsonl"
+    # A change of Muon needs it, before anything is trained.
+    out = tmp_path / "others.jsonl"
     with pytest.raises(ConfigError, match="--changes normuon: needs --optimizer muon"):
         changes.main([str(out), "--changes", "soft_cap", "normuon", "--model=modern-nano"])
     assert not out.exists()

@@ -70,17 +70,14 @@ def test_each_trainers_own_lines_are_read(tmp_path):
     assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
 
 
-def test_a_checkout_that_is_another_program_is_rejected(tmp_path):
+def test_a_checkout_that_is_another_program_or_whose_line_has_moved_is_rejected_by_name(tmp_path):
+    """The predecessor writes its vocabulary into its source, so its copy must be edited."""
     assert contestants.parse_peer("hf") == ("hf", None)
     mine = _nanogpt(tmp_path / "n")
     assert contestants.parse_peer(f"nanogpt={mine}") == ("nanogpt", mine)
     (mine / "train.py").write_text("print('something else')")
     with pytest.raises(ConfigError, match=r"train\.py is not nanogpt's, or has changed"):
         contestants.parse_peer(f"nanogpt={mine}")
-
-
-def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path):
-    """The predecessor writes its vocabulary into its source, so its copy must be edited."""
     good = _predecessor(tmp_path / "good", "GPTConfig(vocab_size=50304,")
     trainer = contestants.peer("predecessor", good, place_in(tmp_path / "run"), SIZES["tiny256"])
     assert "GPTConfig(vocab_size=256," in Path(trainer.program[0]).read_text()
@@ -90,7 +87,7 @@ def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path):
         contestants.peer("predecessor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
 
 
-def test_all_formats_hold_the_same_tokens(tmp_path):
+def test_all_formats_hold_the_same_tokens_and_made_up_ones_are_as_uneven_as_text(tmp_path):
     tokens = token_stream.text_tokens(200_000, vocab_size=50304)
     assert tokens.dtype == np.uint16
     assert tokens.max() < 50257
@@ -100,9 +97,6 @@ def test_all_formats_hold_the_same_tokens(tmp_path):
     assert (shard == tokens).all()
     assert (np.fromfile(tmp_path / "data" / "tokens.bin", dtype=np.uint16) == tokens).all()
     assert token_stream.text_tokens(1000, vocab_size=256).max() < 256
-
-
-def test_made_up_tokens_are_as_uneven_as_text():
     tokens = token_stream.markov_tokens(100_000, vocab_size=50304)
     assert (tokens == token_stream.markov_tokens(100_000, vocab_size=50304)).all()
     assert tokens.max() < 50257
@@ -121,15 +115,12 @@ def test_other_programs_find_the_vocabulary_without_a_network(tmp_path):
     assert done.stdout.decode().strip() == "[15496, 995]", done.stderr.decode()[-500:]
 
 
-def test_a_contestant_is_stopped_when_enough_is_known(tmp_path):
+def test_a_contestant_is_stopped_when_enough_is_known_or_reported_with_its_last_words(tmp_path):
     found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=HANG_SECONDS)
     assert [step.seconds for step in found.timed] == [0.0125, 0.0135, 0.0145]
     assert found.steps[0].loss == 9.0
     assert found.peak_rss > 1e6
     assert found.start_seconds > 0
-
-
-def test_a_contestant_that_dies_or_dawdles_is_reported_with_its_last_words(tmp_path):
     with pytest.raises(CheckError, match="fake ended by itself: out of luck"):
         running.run(fake_trainer(tmp_path, "3"), warmup=2, steps=30, limit_seconds=HANG_SECONDS)
     with pytest.raises(CheckError, match="has not finished in"):
@@ -223,13 +214,10 @@ def test_a_forecast_stands_beside_what_was_measured(tmp_path):
     )
 
 
-def test_ours_runs_first_and_last_and_the_others_turn_around():
+def test_ours_runs_first_and_last_and_a_ratio_within_the_noise_is_not_printed():
     assert race.order(["A", "B", "C"], 1) == list("ABCA")
-    assert race.order(["A", "B", "C"], 2) == list("ABCACBA")
+    assert race.order(["A", "B", "C"], 2) == list("ABCACBA"), "the others turn around"
     assert race.order(["A"], 1) == list("AA")
-
-
-def test_a_ratio_within_the_noise_is_not_printed():
     ours = entry_of("ours", [1.0, 1.0], [1.1, 1.1])
     assert race.ratio(ours, entry_of("slow", [2.1, 2.1]))[1] == "2.00"
     value, text = race.ratio(ours, entry_of("near", [1.1, 1.1]))
@@ -279,12 +267,9 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("group", OPERATORS)
-def test_operators_are_sorted_by_what_they_do(group):
-    assert {trainers.group_of(operator) for operator in OPERATORS[group]} == {group}
-
-
-def test_what_no_operator_explains_is_idle_or_a_wait_for_data_where_the_trainer_tells_it():
+def test_operators_are_sorted_by_what_they_do_and_what_none_explains_is_idle_or_a_wait_for_data():
+    for group, names in OPERATORS.items():
+        assert {name: trainers.group_of(name) for name in names} == dict.fromkeys(names, group)
     seconds = trainers.split_operators({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
     assert seconds["idle"] == pytest.approx(0.3)
     assert "data" not in seconds

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import contestants, race, running, trainers
 from benchmarks.contestants import Contestant, Step
 from benchmarks.sizes import SIZES, VARIANTS
-from fake_trainer import entry_of, fake_trainer, place_in
+from fake_trainer import entry_of, fake_trainer, place_in, plan
 from gpt2lab.errors import CheckError, ConfigError
-from launch import HANG_SECONDS
+from launch import HANG_SECONDS, write_program
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
@@ -26,25 +26,17 @@ def test_a_variant_trains_on_as_many_tokens(size, name, tmp_path):
     assert f"--total_batch_size={SIZES[size].tokens}" in trainer.program
 
 
-def test_no_variant_starts_torchs_cuda_graphs():
+def test_no_variant_starts_torchs_cuda_graphs_nor_cuts_a_step_that_cannot_be_cut_so():
     """They keep gradients where the next micro-batch overwrites them (pytorch#169545), and every size accumulates."""
     assert not [n for n, v in VARIANTS.items() if "TORCHINDUCTOR_CUDAGRAPHS" in v.environment]
-
-
-def test_a_step_that_cannot_be_cut_so_is_rejected():
     with pytest.raises(ConfigError, match=r"1 x 8 sequences cannot be cut .* 2 times as large"):
         VARIANTS["micro_double"].cut(SIZES["mid"])
 
 
-def _plan(**changes: Any) -> trainers.Plan:
-    plan = trainers.Plan(("tiny256",), (), ("auto",), "cpu", 1, 1, 2, 30.0, False, False)
-    return dataclasses.replace(plan, **changes)
-
-
 def test_our_variants_come_last(tmp_path):
     """Where time is short, they are left out before other trainers."""
-    plan = _plan(variants=("flash",), peers=(("hf", None),))
-    found = trainers._contestants(plan, SIZES["tiny256"], tmp_path)
+    wanted = plan(variants=("flash",), peers=(("hf", None),))
+    found = trainers._contestants(wanted, SIZES["tiny256"], tmp_path)
     assert [contestant.name for contestant in found] == ["ours", "hf", "flash"]
 
 
@@ -55,7 +47,7 @@ def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path):
         for name, code in (("ours", ()), ("broken", ("1",)), ("other", ()))
     ]
     said: list[str] = []
-    trainers._race(entries, _plan(), trainers._Clock(None), said.append)
+    trainers._race(entries, plan(), trainers._Clock(None), said.append)
     assert [len(entry.runs) for entry in entries] == [2, 0, 1]
     assert entries[1].failed == "broken ended by itself: out of luck"
     assert "  broken: failed: broken ended by itself: out of luck" in said
@@ -64,7 +56,7 @@ def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path):
     trainers.check_all_ran({"tiny256": {"failed": {}}})
     entries[1].failed = None
     with pytest.raises(CheckError, match="broken ended by itself"):
-        trainers._race(entries[1::-1], _plan(), trainers._Clock(None), said.append)
+        trainers._race(entries[1::-1], plan(), trainers._Clock(None), said.append)
 
 
 def test_what_would_end_too_late_is_left_out_but_ours_comes_last(tmp_path, monkeypatch):
@@ -82,7 +74,7 @@ def test_what_would_end_too_late_is_left_out_but_ours_comes_last(tmp_path, monke
         place = place_in(tmp_path / entry.name)
         entry.contestant = dataclasses.replace(entry.contestant, place=place)
     said: list[str] = []
-    trainers._race(entries, _plan(), trainers._Clock(35.0), said.append)
+    trainers._race(entries, plan(), trainers._Clock(35.0), said.append)
     assert [len(entry.runs) for entry in entries] == [2, 1, 0, 0]
     assert [entry.failed for entry in entries] == [None] * 4
     assert "  c: left out, 15 s are left of --total_seconds" in said
@@ -90,12 +82,8 @@ def test_what_would_end_too_late_is_left_out_but_ours_comes_last(tmp_path, monke
 
 def test_a_gpu_is_watched_through_nvidia_smi(tmp_path, monkeypatch):
     """A script of that name plays it: what it prints is read, and it is ended with the watch."""
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text(
-        '#!/bin/sh\necho "$@" > args\necho "1980, 650.0, 61"\necho "[N/A], 1, 1"\n'
-        'echo "1960, 690.0, 64"\nexec sleep 60\n'
-    )
-    fake.chmod(0o755)
+    text = '#!/bin/sh\necho "$@" > args\necho "1980, 650.0, 61"\necho "[N/A], 1, 1"\n'
+    write_program(tmp_path / "nvidia-smi", f'{text}echo "1960, 690.0, 64"\nexec sleep 60\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
