@@ -50,8 +50,8 @@ class Witness(Extension):
         self._hear("ended", reason or type(error).__name__)
 
 
-def train(flags: list[str], name: str, *extensions: Extension, steps: int = 2) -> None:
-    argv = [*flags, f"--run_name={name}", f"--max_steps={steps}", "--sample_freq=0"]
+def train(flags: list[str], name: str, *extensions: Extension) -> None:
+    argv = [*flags, f"--run_name={name}", "--max_steps=2", "--sample_freq=0"]
     pretrain(parse(argv), extensions=extensions)
 
 
@@ -85,13 +85,12 @@ def test_a_failure_is_one_warning_and_changes_no_number(moment, tiny_flags, tmp_
     assert sum(line.startswith(moment) for line in failing.heard) == 1, "it is left out afterwards"
 
 
-def test_a_request_can_be_rejected_before_anything_is_written(tiny_flags, tmp_path):
+def test_a_request_can_be_rejected_and_the_error_that_ends_a_run_is_told(
+    tiny_flags, tmp_path, monkeypatch
+):
     with pytest.raises(ConfigError, match="fails at requested"):
         train(tiny_flags, "rejected", Witness("requested"))
-    assert not (tmp_path / "runs" / "rejected").exists()
-
-
-def test_the_error_that_ends_a_run_is_told(tiny_flags, monkeypatch):
+    assert not (tmp_path / "runs" / "rejected").exists(), "before anything is written"
     witness = Witness()
     monkeypatch.setenv("FAULT", "step:raise@2")
     with pytest.raises(RuntimeError):

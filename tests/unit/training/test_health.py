@@ -72,13 +72,6 @@ def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
     assert math.isfinite(run.losses()[8])
 
 
-def test_a_checkpoint_before_any_update_resumes(run, spoil):
-    spoil(math.nan, 1)
-    run.train("--max_steps=3", "--stop_after_steps=1")
-    run.train("--resume=latest")
-    assert [event["updated"] for event in run.events("step")] == [False, True, True]
-
-
 def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
     spoil(math.nan, 2, 4, 5, 6, 7)
     assert "4 updates in a row" in str(run.rejected("--max_steps=20", kind=NonFiniteError))
@@ -89,8 +82,12 @@ def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
 
 
 def test_the_row_of_bad_gradients_is_counted_across_a_resume(run, spoil):
-    spoil(math.nan, 4, 5, 6, 7)
-    run.train("--max_steps=20", "--stop_after_steps=5")
+    """Also where the checkpoint is from before any update."""
+    spoil(math.nan, 1, 4, 5, 6, 7)
+    run.train("--max_steps=20", "--stop_after_steps=1")
+    run.train("--max_steps=20", "--stop_after_steps=5", "--resume=latest")
+    updated = [event["updated"] for event in run.events("step")]
+    assert updated == [False, True, True, False, False]
     assert "step 7: 4 updates in a row" in str(run.rejected("--max_steps=20", "--resume=latest"))
 
 
@@ -107,21 +104,16 @@ def test_weights_that_are_not_finite_are_never_saved(freq, fault, run, monkeypat
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_spike_is_told_and_by_default_nothing_else(run, spoil):
+@pytest.mark.parametrize("more", [(), ("--on_spike=skip",)])
+def test_a_spike_is_told_and_can_be_skipped(more, run, spoil):
     spoil(50.0, 12)
-    run.train("--max_steps=14")
+    run.train("--max_steps=14", *more)
     [warning] = [e for e in run.events("warning") if "spike" in e["message"]]
     assert "step 12" in warning["message"]
-    assert run.events("step")[11]["updated"]
-    assert run.hashes(12) != run.hashes(11)
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_spike_can_be_skipped(run, spoil):
-    spoil(50.0, 12)
-    run.train("--max_steps=14", "--on_spike=skip")
-    assert run.hashes(12) == run.hashes(11)
-    assert run.saved_state(14)["skipped"] == [{"step": 12, "reason": "spike", "samples": [88, 96]}]
+    assert run.events("step")[11]["updated"] == (not more)
+    assert (run.hashes(12) == run.hashes(11)) == bool(more)
+    skipped = [{"step": 12, "reason": "spike", "samples": [88, 96]}] if more else []
+    assert run.saved_state(14)["skipped"] == skipped
 
 
 @pytest.mark.usefixtures("soon")
@@ -155,9 +147,14 @@ def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, ti
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_second_rewind_to_before_the_first_remembers_it(run, spoil):
+def test_a_second_rewind_to_before_the_first_remembers_it_unless_it_is_one_too_many(
+    run, spoil, tiny_data, tmp_path, monkeypatch
+):
     spoil(50.0, 12, 14)
-    run.train("--max_steps=12", "--on_spike=rewind")
+    flags = ("--max_steps=12", "--on_spike=rewind")
+    run.train(*flags)
+    monkeypatch.setattr(health, "MOST_REWINDS", 1)
+    Run(tiny_data, tmp_path / "ends", *RUN).rejected(*flags, kind=NonFiniteError)
     skipped = [(r["step"], r["samples"]) for r in run.saved_state(12)["skipped"]]
     assert skipped == [(12, [72, 96]), (11, [64, 112])]
 
@@ -175,14 +172,6 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
     [event] = run.events("rewind")
     assert (event["step"], event["samples"]) == (11, [S * (first + 1), S * (first + 2)])
     assert [turn["step"] for turn in run.saved_state(16)["history"]] == [10]
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_run_ends_after_the_most_rewinds(run, spoil, monkeypatch):
-    monkeypatch.setattr(health, "MOST_REWINDS", 1)
-    spoil(50.0, 12, 14)
-    with pytest.raises(NonFiniteError):
-        run.train("--max_steps=12", "--on_spike=rewind")
 
 
 @pytest.mark.usefixtures("soon")
@@ -208,7 +197,7 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
     assert len(state_module.extend(calm * 4, 3.0)) == state_module.WINDOW
 
 
-def test_a_state_counts_numbers_that_are_none_and_keeps_the_earliest_best():
+def test_a_state_counts_numbers_that_are_none_keeps_the_earliest_best_and_loads_as_an_older_one():
     state = TrainState().with_val_loss(1.0)
     one = {"samples": 1, "tokens": 1, "seconds": 1.0, "loss": 2.0}
     in_a_row = []
@@ -216,9 +205,6 @@ def test_a_state_counts_numbers_that_are_none_and_keeps_the_earliest_best():
         state = state.advance(**one, skip_reason=reason).with_val_loss(3.0)
         in_a_row.append(state.non_finite_in_a_row)
     assert (in_a_row, state.best_step, state.best_val_loss) == ([0, 1, 2, 0, 1, 0], 1, 3.0)
-
-
-def test_states_of_before_the_guards_still_load():
     values = json.loads(json.dumps(asdict(TrainState(step=3))))
     file = JsonFile(Path("state.json"), CheckpointError)
     for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
@@ -262,12 +248,11 @@ def test_a_minute_of_other_programs_warns_where_threads_spin(threads, typed, tim
     assert said == [2 * most - 1] * times
 
 
-@pytest.mark.parametrize("bit", [0, 13, 31])
+@pytest.mark.parametrize("bit", [2**0, 2**13, -(2**31)])
 def test_one_flipped_bit_changes_a_checksum(bit):
     values = torch.randn(33, 7)
     before = health.checksum(values)
-    bits = values.view(torch.int32)
-    bits[17, 3] ^= torch.tensor(-(2**31) if bit == 31 else 2**bit, dtype=torch.int32)
+    values.view(torch.int32)[17, 3] ^= bit
     assert health.checksum(values) != before
 
 

@@ -17,8 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import launch
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.training.resolve import resolve
-from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
+from tiny import CONTEXT, VOCAB, parse, pretrain, resolved, write_shards
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +113,11 @@ def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(folder, tmp_p
     assert facts[0]["initial_weights"] == facts[1]["initial_weights"] is not None
 
 
-def test_a_resume_cannot_be_given_another_beginning(folder, tmp_path):
-    shutil.copytree(folder / "runs" / "base", tmp_path / "runs" / "base")
-    more = ("--resume=latest", f"--init_from={folder / 'hf'}")
-    command = parse(flags(folder, tmp_path / "runs", "base", *more))
+def test_auto_begins_from_the_source_once_and_a_resume_has_no_other_beginning(folder, tmp_path):
+    shutil.copytree(folder / "runs" / "base", tmp_path / "base")
+    words = flags(folder, tmp_path, "base", "--resume=latest", f"--init_from={folder / 'hf'}")
     with pytest.raises(ConfigError, match="init_from None"):
-        resolve(command, world_size=1, set_aside=False)
-
-
-def test_auto_begins_from_the_source_once(folder, tmp_path):
+        resolved(words)
     more = (f"--init_from={folder / 'hf'}", "--resume=auto")
     run = train(folder, tmp_path, "new", *more, "--stop_after_steps=2", batch=96)
     train(folder, tmp_path, "new", *more, batch=96)
@@ -187,8 +182,7 @@ def test_the_hub_is_asked_for_hf_names_and_the_shapes_preset_is_used(folder, tmp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     words = flags(folder, tmp_path / "runs", "new")[:-1]  # without its --max_lr
     words += ["--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"]
-    command = parse(words)
-    start = resolve(command, world_size=1, set_aside=False)
+    start = resolved(words)
     assert asked == ["gpt2-medium"]
     assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
     expected = preset("gpt2-medium").model

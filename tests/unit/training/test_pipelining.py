@@ -28,7 +28,6 @@ from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import AdamW, build_optimizers, reject_on_device
 from gpt2lab.training.health import why_host_decides
-from gpt2lab.training.progress import Progress
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.stop import Signals
 from gpt2lab.training.trainer import Trainer
@@ -115,6 +114,20 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture
+def terminate(monkeypatch) -> Callable[[], None]:
+    """Return a function that sends SIGTERM to this process and waits until the request is counted."""
+    heard, plain = threading.Event(), Signals._count
+    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(60)
+        heard.clear()
+
+    return send
+
+
+@pytest.fixture
 def both(tiny_data, tmp_path, monkeypatch) -> Both:
     monkeypatch.setattr(gpt2lab.training.control, "_LOOK_EVERY", 0.0)
     return Both(tiny_data, tmp_path, monkeypatch)
@@ -149,18 +162,13 @@ def test_four_bad_updates_in_a_row_end_it_at_the_same_step(both, on_steps, spoil
     assert launched == [*range(1, 9)] * 2, "nothing is launched after the fourth"
 
 
-def test_requests_save_and_stop_at_the_same_step(both, on_steps, monkeypatch):
-    heard, plain = threading.Event(), Signals._count
-    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
-
+def test_requests_save_and_stop_at_the_same_step(both, on_steps, terminate):
     def prepare(run: Run) -> None:
         def act(number: int) -> None:
             if number in (4, 12):
                 (run.path / ("SAVE" if number == 4 else "STOP")).touch()
             if number == 7:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert heard.wait(60)
-                heard.clear()
+                terminate()
 
         on_steps(act)
 
@@ -173,11 +181,11 @@ def test_requests_save_and_stop_at_the_same_step(both, on_steps, monkeypatch):
     assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
 
 
-def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(both, on_steps, monkeypatch):
+def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(
+    both, on_steps, terminate, monkeypatch
+):
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
-    heard, plain, written = threading.Event(), Signals._count, []
-    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
-    leave = Saver._leave
+    leave, written = Saver._leave, []
     monkeypatch.setattr(Saver, "_leave", lambda *a: (written.append(a[2].step), leave(*a))[1])
     for run, mode in zip(both.runs, ("off", "on"), strict=True):
         run.flags.append(f"--async_checkpoint={mode}")
@@ -190,9 +198,7 @@ def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(both, on_
             if number == 5:
                 (run.path / "SAVE").touch()
             if number == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert heard.wait(60)
-                heard.clear()
+                terminate()
 
         on_steps(act)
 
@@ -298,10 +304,7 @@ def test_the_host_decides_where_the_device_cannot(config, reason, monkeypatch):
     assert why_host_decides(config, optimizers, Runtime()) == "the device computes at once"
     monkeypatch.setattr(Runtime, "runs_ahead", True)
     assert why_host_decides(config, optimizers, Runtime()) == reason
-
-
-def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch):
-    monkeypatch.setattr(Runtime, "runs_ahead", True)
+    # So it does where an optimizer cannot reject.
     parameters = [torch.nn.Parameter(torch.ones(2))]
     assert why_host_decides(Config(), [AdamW(parameters, fused=True)], Runtime()) is None
     for unable in (AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)):
@@ -387,11 +390,3 @@ def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
         assert found.manifest["files"][name] == expected.manifest["files"][name]
     order = [(event["event"], event["step"]) for event in read_events(run.path)]
     assert order.index(("step", saved)) < order.index(("checkpoint", saved))
-
-
-def test_a_stop_of_pipelined_steps_is_given_one_step_more():
-    progress = Progress(last_step=9, frequencies={"checkpoint": 0})
-    for _ in range(5):
-        progress.record_step(2.0)
-    assert progress.stop_seconds(4.0) == 1.5 * (2.0 + 4.0)
-    assert progress.stop_seconds(4.0, num_steps=2) == 1.5 * (4.0 + 4.0)

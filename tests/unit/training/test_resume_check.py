@@ -97,7 +97,7 @@ def test_a_difference_is_rejected_before_any_write(step, values, message, run, m
 
 def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(run, monkeypatch):
     crash_after(run, 5, monkeypatch)
-    [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
+    lr = launch.steps(run.path)[3]["lr"]
     launch.edit_step(run.path, 3, lr=math.nextafter(lr, 1))
     run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
     launch.edit_step(run.path, 3, lr=lr * (1 + 1e-9))

@@ -42,18 +42,12 @@ def test_the_third_signal_ends_a_process_that_runs_no_python_code():
     assert ends_as(code).returncode == 128 + signal.SIGTERM
 
 
-def test_signals_are_counted_by_what_they_ask_for():
-    code = "os.kill(me, signal.SIGUSR1); time.sleep(0.2); print(s.level, s.wants_save);"
-    code += "os.kill(me, signal.SIGHUP); time.sleep(0.2); print(s.level, s.number)"
-    done = ends_as(code)
-    assert (done.returncode, done.stdout) == (0, f"0 True\n1 {int(signal.SIGHUP)}\n")
-
-
-def test_a_burst_of_signals_is_one_wish():
+def test_signals_are_counted_by_what_they_ask_for_and_a_burst_is_one_wish():
     """The kernel sends one for every thread of a launcher that dies; three of them once ended workers unsaved."""
-    code = "for _ in range(5): os.kill(me, signal.SIGTERM); time.sleep(0.02)\nprint(s.level)"
-    done = ends_as(code)
-    assert (done.returncode, done.stdout) == (0, "1\n")
+    code = "os.kill(me, signal.SIGUSR1); time.sleep(0.2); print(s.level, s.wants_save)\n"
+    code += "for _ in range(5): os.kill(me, signal.SIGHUP); time.sleep(0.02)\n"
+    done = ends_as(f"{code}time.sleep(0.2); print(s.level, s.number)")
+    assert (done.returncode, done.stdout) == (0, f"0 True\n1 {int(signal.SIGHUP)}\n")
 
 
 @pytest.mark.parametrize("committer", ["this process", "its writer"])
@@ -69,15 +63,6 @@ def test_the_third_signal_lets_a_commit_end(committer):
     )
     done = ends_as(code)
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "committed\n")
-
-
-def test_closing_gives_the_signals_back():
-    before = signal.getsignal(signal.SIGTERM)
-    signals = Signals()
-    assert signal.getsignal(signal.SIGTERM) is not before
-    signals.close()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path):
@@ -142,26 +127,18 @@ def central_europe(monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("central_europe")
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("18:30", NOW.replace(hour=18, minute=30)),
-        ("18:00", NOW + timedelta(days=1)),
-        ("2026-11-22T07:00", NOW.replace(day=22, hour=7)),
-        ("2026-11-21T18:00Z", NOW.replace(hour=19)),
-    ],
-)
-def test_moments_are_the_next_clock_time_or_an_iso_date(text, expected):
-    assert parse_moment(text, now=NOW) == expected
-
-
-@pytest.mark.usefixtures("central_europe")
-@pytest.mark.parametrize(
-    "text", ["25:00", "soon", "2026-11-21T17:59", "2026-13-01", "0001-01-01T00:00"]
-)
-def test_moments_that_are_none_or_have_passed_are_rejected(text):
-    with pytest.raises(ConfigError, match="stop_at"):
-        parse_moment(text, now=NOW)
+def test_moments_are_the_next_clock_time_or_an_iso_date():
+    for text, expected in {
+        "18:30": NOW.replace(hour=18, minute=30),
+        "18:00": NOW + timedelta(days=1),
+        "2026-11-22T07:00": NOW.replace(day=22, hour=7),
+        "2026-11-21T18:00Z": NOW.replace(hour=19),
+    }.items():
+        assert parse_moment(text, now=NOW) == expected, text
+    # Those that are none or have passed are rejected.
+    for text in ("25:00", "soon", "2026-11-21T17:59", "2026-13-01", "0001-01-01T00:00"):
+        with pytest.raises(ConfigError, match="stop_at"):
+            parse_moment(text, now=NOW)
 
 
 @pytest.mark.usefixtures("central_europe")
@@ -178,7 +155,7 @@ def test_a_moment_beyond_a_change_of_the_clocks_is_what_they_will_show(text, beg
     assert (moment.day, moment.hour, moment.minute) == (begun.day + 1, hour, 30)
 
 
-def test_the_schedulers_end_is_a_deadline_and_nonsense_is_none(monkeypatch):
+def test_the_schedulers_end_is_a_deadline_and_the_launchers_grace_is_known(monkeypatch):
     now = datetime.now().astimezone().replace(microsecond=0)  # the environment holds whole seconds
     monkeypatch.setattr(time, "monotonic", lambda: 5000.0)
     environ = {"SLURM_JOB_END_TIME": str(int(now.timestamp()) + 100)}
@@ -187,9 +164,6 @@ def test_the_schedulers_end_is_a_deadline_and_nonsense_is_none(monkeypatch):
     assert find_due(deadlines, margin_seconds=10) is None
     assert find_due(deadlines, margin_seconds=200) == "SLURM_JOB_END_TIME"
     assert stop.find_deadlines(None, {"SLURM_JOB_END_TIME": ""}, now=now) == {}
-
-
-def test_grace_is_that_of_the_launcher_or_none():
     assert launcher_grace_seconds({}) is None
     assert launcher_grace_seconds({"TORCHELASTIC_RUN_ID": "x"}) == 30
     typed = {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
@@ -198,9 +172,14 @@ def test_grace_is_that_of_the_launcher_or_none():
 
 @pytest.fixture
 def signals():
+    """Return signals; closing them gives those of this process back."""
+    before = signal.getsignal(signal.SIGTERM)
     signals = Signals()
+    assert signal.getsignal(signal.SIGTERM) is not before
     yield signals
     signals.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def control(signals: Signals, run_dir: Path, every: float = 0.0, **deadlines: float) -> Control:
@@ -211,16 +190,13 @@ def control(signals: Signals, run_dir: Path, every: float = 0.0, **deadlines: fl
     return made
 
 
-def test_a_wish_to_save_stands_until_it_is_met(signals, tmp_path):
+def test_a_wish_to_save_stands_until_it_is_met_and_minutes_ask_for_one(signals, tmp_path):
     (tmp_path / "SAVE").touch()
     asked = control(signals, tmp_path)
     assert asked.agree() == Agreement(save=True)
     assert asked.agree() == Agreement(save=True), "an evaluation may have asked first"
     asked.note_save()
     assert asked.agree() == Agreement()
-
-
-def test_minutes_since_the_last_save_ask_for_one(signals, tmp_path):
     asked = control(signals, tmp_path, every=600.0)
     assert not asked.agree().save
     asked._last_save -= 600
@@ -257,10 +233,10 @@ def test_a_rejection_of_one_is_everyones(signals, tmp_path):
         (signal.SIGTERM, ["", ""]),
     ],
 )
-def test_a_request_to_stop_is_answered_beside_the_main_thread(monkeypatch, number, ends):
+def test_a_request_to_stop_is_answered_beside_the_main_thread(signals, monkeypatch, number, ends):
     """The main thread may wait in a collective, and the one that listens must hear the next signal."""
     monkeypatch.setattr(stop, "SAME_REQUEST_SECONDS", 0.0)
-    signals, heard, answers = stop.Signals(), threading.Event(), []
+    heard, answers = threading.Event(), []
 
     def answer(number: int, level: int) -> None:
         answers.append((threading.current_thread().name, stop.more_to_abort(number, level)))
@@ -268,11 +244,8 @@ def test_a_request_to_stop_is_answered_beside_the_main_thread(monkeypatch, numbe
         raise RuntimeError("of a closed terminal, say")
 
     signals.answer = answer
-    try:
-        for _ in range(2):
-            heard.clear()
-            os.kill(os.getpid(), number)
-            assert heard.wait(timeout=100)
-    finally:
-        signals.close()
+    for _ in range(2):
+        heard.clear()
+        os.kill(os.getpid(), number)
+        assert heard.wait(timeout=100)
     assert answers == [("answer", end) for end in ends]
