@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import launch
@@ -43,9 +43,15 @@ RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 @pytest.fixture(scope="module")
 def two(tiny_data, tmp_path_factory) -> Path:
     """Return a run with checkpoints of steps 2 and 4; copy before use."""
-    run = Run(tiny_data, tmp_path_factory.mktemp("two"))
-    run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--stop_after_steps=4")
+    run = Run(tiny_data, tmp_path_factory.mktemp("two"), *RUN)
+    run.train("--max_steps=6", "--stop_after_steps=4")
     return run.path
+
+
+@pytest.fixture
+def folder(two, tmp_path) -> Path:
+    """Return its newest checkpoint, to spoil."""
+    return Path(shutil.copytree(two, tmp_path / "runs" / "run")) / "step_00000004"
 
 
 def corrupt(folder: Path, dice: random.Random) -> str:
@@ -75,33 +81,28 @@ def corrupt(folder: Path, dice: random.Random) -> str:
     return f"{kind} {path.name}"
 
 
-def test_random_corruption_is_always_found_and_the_one_before_used(two, tmp_path):
-    dice, run = random.Random(SEED), tmp_path / "run"
-    shutil.copytree(two, run)
-    newest, kept = run / "step_00000004", tmp_path / "kept"
-    shutil.copytree(newest, kept)
+def test_random_corruption_is_always_found_and_the_one_before_used(folder, tmp_path):
+    dice, run = random.Random(SEED), folder.parent
+    kept = shutil.copytree(folder, tmp_path / "kept")
     for number in range(CORRUPTIONS):
-        how = corrupt(newest, dice)
+        how = corrupt(folder, dice)
         chosen, warnings = catalog.newest_valid(run, set_aside=False)
         assert chosen is not None, f"{number} {how}"
         assert chosen.step == 2, f"undetected: number {number} of seed {SEED}, {how}"
         assert len(warnings) == 1
-        shutil.rmtree(newest)
-        shutil.copytree(kept, newest)
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
     assert catalog.newest_valid(run, set_aside=False)[0].step == 4  # type: ignore[union-attr]
 
 
-def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path, capsys):
-    shutil.copytree(two, tmp_path / "runs" / "run")
-
+def test_list_with_verify_finds_what_the_manifest_alone_does_not(folder, capsys):
     def listed(**how: bool) -> tuple[int, str]:
-        code = List(checkpoint_dir=tmp_path / "runs", **how).execute()
+        code = List(checkpoint_dir=folder.parents[1], **how).execute()
         return code, capsys.readouterr().out
 
     code, told = listed(verify=True)
     assert (code, "every byte of 2 checkpoints read" in told) == (0, True)
-    damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
-    flip_bit(damaged, -9)
+    flip_bit(folder / "optim.safetensors", -9)
     assert listed()[0] == 0
     code, told = listed(verify=True, json=True)
     assert code == 1
@@ -132,11 +133,11 @@ def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(run, monkeypat
 class FullDisk(FileIO):
     """A file on a disk that has some bytes left, and is emptied once enough writes have failed."""
 
-    code = errno.ENOSPC
+    code, most = errno.ENOSPC, 4
 
     def __init__(self, path: Path, mode: str, **how: Any) -> None:
         super().__init__(path, mode, **how)
-        self.left, self.failures = 3000, 4
+        self.left, self.failures = 3000, self.most
 
     def write(self, content: Any) -> int:
         if self.failures and len(content) > self.left:
@@ -154,7 +155,7 @@ def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(run, monkeypatch,
     """The same of one that the kernel made read-only for a while."""
     monkeypatch.setattr(logger, "FileIO", FullDisk)
     monkeypatch.setattr(FullDisk, "code", code)
-    run.train("--max_steps=10", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
+    run.train("--max_steps=10", "--checkpoint_freq=1", "--sample_freq=0")
     said = capsys.readouterr().out
     assert said.count(f"{os.strerror(code)}; training continues and keeps") == 1
     assert "metrics.jsonl: written again, nothing is missing" in said
@@ -165,12 +166,8 @@ def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(run, monkeypatch,
 
 
 def test_what_the_metrics_never_took_is_counted(run, monkeypatch, capsys):
-    class AlwaysFull(FullDisk):
-        def __init__(self, path: Path, mode: str, **how: Any) -> None:
-            super().__init__(path, mode, **how)
-            self.failures = 10**9
-
-    monkeypatch.setattr(logger, "FileIO", AlwaysFull)
+    monkeypatch.setattr(logger, "FileIO", FullDisk)
+    monkeypatch.setattr(FullDisk, "most", 10**9)
     rejection = run.rejected("--max_steps=10", "--checkpoint_freq=0", "--eval_freq=0")
     assert rejection.exit_code == 75
     assert "metrics.jsonl: No space left on device" in str(rejection)
@@ -217,12 +214,10 @@ def test_metrics_that_cannot_be_flushed_are_written_again_before_a_checkpoint_re
 
 
 def test_room_is_made_by_retiring_early_but_never_the_newest(run, monkeypatch):
-    used = []
-    real = 450_000
 
     def disk_usage(path: Path) -> Usage:
-        used.append(len(list(run.path.glob("step_*"))))
-        return Usage(10**9, 0, 10**9 if used[-1] < 3 else real - 1)
+        is_full = len(list(run.path.glob("step_*"))) >= 3
+        return Usage(10**9, 0, 449_999 if is_full else 10**9)
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     run.train("--max_steps=10", "--keep_checkpoints=3")
@@ -230,13 +225,16 @@ def test_room_is_made_by_retiring_early_but_never_the_newest(run, monkeypatch):
     assert list(run.checkpoints()) == [6, 8, 10]
 
 
-def test_the_only_checkpoint_left_must_be_sound_before_others_go(run):
-    run.train("--max_steps=8", "--stop_after_steps=4")
-    path = run.path / "step_00000004" / "model.safetensors"
+def test_the_only_checkpoint_left_must_be_sound_before_others_go_and_no_link(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
-        catalog.retain(run.path, keep=1, keep_emergency=1)
-    assert len(list(run.path.glob("step_*"))) == 2
+        catalog.retain(folder.parent, keep=1, keep_emergency=1)
+    assert len(list(folder.parent.glob("step_*"))) == 2
+    shutil.rmtree(folder)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert catalog.newest_valid(folder.parent, set_aside=False)[0].step == 2  # type: ignore[union-attr]
 
 
 def test_retention_never_removes_what_is_labelled_foreign_or_unreadable(run):
@@ -298,24 +296,12 @@ def test_an_interrupted_commit_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def folder(two, tmp_path) -> Path:
-    shutil.copytree(two, tmp_path / "run")
-    return tmp_path / "run" / "step_00000004"
-
-
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", ".hidden", "a/b", ""])
 def test_names_that_leave_the_folder_are_rejected(name, folder):
     files = {name: {"bytes": 1, "sha256": "0" * 64}}
     reseal(folder, lambda content: content.update(files=files))
     with pytest.raises(CheckpointError, match="not a plain name"):
         manifest.verify(folder)
-
-
-def test_a_linked_folder_is_no_checkpoint(folder, tmp_path):
-    shutil.move(folder, tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    assert catalog.newest_valid(folder.parent, set_aside=False)[0].step == 2  # type: ignore[union-attr]
 
 
 HEADERS = {
@@ -330,8 +316,8 @@ def test_hostile_tensor_files_are_rejected_in_one_line_and_little_memory(two, tm
     """Their hashes hold: only the reader stands between the header and the memory."""
     folders = []
     for case, header in HEADERS.items():
-        run = Path(shutil.copytree(two, tmp_path / case.replace(" ", "_")))
-        folder = run / "step_00000004"
+        copy = shutil.copytree(two / "step_00000004", tmp_path / case.replace(" ", "_"))
+        folder = Path(copy)
         length = struct.pack("<Q", len(header))
         data = header if case == "claims 100 GB" else length + header + bytes(4)
         (folder / "model.safetensors").write_bytes(data)
@@ -360,12 +346,9 @@ json_values = st.recursive(
     ),
     max_leaves=8,
 )
-EXAMPLES = int(os.environ.get("FUZZ", "100"))
-_ANY = [HealthCheck.function_scoped_fixture]
-FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=_ANY)
 
 
-@FUZZ
+@settings(max_examples=int(os.environ.get("FUZZ", "100")), deadline=None)
 @given(data=st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_read_or_rejected_as_manifest_and_as_state(data, two):
     copy = two.parent / "fuzz_bytes" / "step_00000004"
@@ -390,8 +373,6 @@ def test_a_checkpoint_of_other_tensors_is_rejected_before_anything_is_copied(fol
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.int32)
 DTYPES += (torch.float32, torch.float64, torch.int64)
-
-
 NAMED = (("b", 15, (3, 5)), ("é", 1, ()), ('"', 7, (7,)), ("z", 0, (0, 4)))
 
 

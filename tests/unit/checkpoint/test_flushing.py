@@ -22,21 +22,24 @@ from plain_log import read_events
 from whole_run import Run
 
 RUN = ("--checkpoint_freq=2", "--eval_freq=0")
-Listen = Callable[[Callable[[str, Path], None]], None]
+Calls = list[tuple[str, Path]]
+Listen = Callable[..., Calls]
 
 
 @pytest.fixture
 def listen(monkeypatch) -> Listen:
-    """Return a function that has flushes, renames and deletions of folders told before they happen."""
+    """Return a function that has flushes, renames and deletions of folders told before they happen, and noted."""
 
-    def begin(hear: Callable[[str, Path], None]) -> None:
+    def begin(hear: Callable[[str, Path], None] = lambda name, path: None) -> Calls:
+        calls: Calls = []
         real: dict[str, Callable[..., Any]] = {"fsync": os.fsync, "rename": os.rename}
         real |= {"replace": os.replace, "rmtree": shutil.rmtree}
 
         def told(name: str) -> Callable[..., Any]:
             def call(what: Any, *more: Any, **options: Any) -> Any:
                 path = Path(os.readlink(f"/proc/self/fd/{what}") if name == "fsync" else what)
-                hear(name, Path(more[0]) if name in ("rename", "replace") else path)
+                calls.append((name, Path(more[0]) if name in ("rename", "replace") else path))
+                hear(*calls[-1])
                 return real[name](what, *more, **options)
 
             return call
@@ -44,13 +47,13 @@ def listen(monkeypatch) -> Listen:
         for name in ("fsync", "rename", "replace"):
             monkeypatch.setattr(os, name, told(name))
         monkeypatch.setattr(shutil, "rmtree", told("rmtree"))
+        return calls
 
     return begin
 
 
 def test_a_new_run_has_its_name_on_disk_before_its_first_checkpoint(tiny_data, tmp_path, listen):
-    run, calls = Run(tiny_data, tmp_path / "new" / "runs"), list[tuple[str, Path]]()
-    listen(lambda name, path: calls.append((name, path)))
+    run, calls = Run(tiny_data, tmp_path / "new" / "runs"), listen()
     run.train("--max_steps=1")
     commit = calls.index(("rename", run.path / "step_00000001"))
     for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "runs"):
@@ -58,8 +61,7 @@ def test_a_new_run_has_its_name_on_disk_before_its_first_checkpoint(tiny_data, t
 
 
 def test_a_retired_checkpoint_has_lost_its_name_on_the_disk_before_its_files_go(run, listen):
-    calls: list[tuple[str, Path]] = []
-    listen(lambda name, path: calls.append((name, path)))
+    calls = listen()
     run.train("--max_steps=6", "--keep_checkpoints=1")
     retired = [place for place, (name, path) in enumerate(calls) if ".del-" in path.name]
     assert len(retired) == 4, "two checkpoints, each renamed and deleted"
@@ -103,14 +105,11 @@ def test_the_end_of_the_log_is_on_the_disk_before_the_status_says_completed(run,
 
 
 def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(run, listen, capsys):
-    calls: list[tuple[str, Path]] = []
-
     def hear(name: str, path: Path) -> None:
-        calls.append((name, path))
         if calls[-2:] == [("rename", run.path / "step_00000004"), ("fsync", run.path)]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    listen(hear)
+    calls = listen(hear)
     run.train("--max_steps=8", "--stop_after_steps=4", "--keep_checkpoints=1")
     assert "step 4: [Errno 5] Input/output error" in capsys.readouterr().out
     assert list(run.checkpoints()) == [2, 4]
@@ -118,7 +117,10 @@ def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(r
     assert list(run.checkpoints()) == [8], "the next one whose name is there retires both"
 
 
-def test_a_label_that_cannot_be_read_keeps_its_checkpoint(run, monkeypatch):
+def test_a_label_that_cannot_be_read_keeps_its_checkpoint_and_weights_are_one_line(
+    run, monkeypatch
+):
+    """Torch maps the file of weights itself, and says in a RuntimeError that it could not."""
     run.train("--max_steps=6")
     catalog.set_label(run.path, "best", 2)
     fail = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
@@ -128,6 +130,10 @@ def test_a_label_that_cannot_be_read_keeps_its_checkpoint(run, monkeypatch):
             catalog.retain(run.path, keep=1, keep_emergency=1)
     assert list(run.checkpoints()) == [2, 4, 6]
     assert catalog.retain(run.path, keep=1, keep_emergency=1) == [4]
+    fail = Mock(side_effect=RuntimeError("unable to open file <x>: Input/output error (5)"))
+    monkeypatch.setattr(store.safetensors.torch, "load_file", fail)
+    with pytest.raises(CheckpointError, match="unable to open file"):
+        store._read(run.path / manifest.folder_name(2) / store.MODEL)
 
 
 def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_start(tmp_path):
@@ -139,16 +145,6 @@ def test_new_versions_of_small_files_that_were_left_are_removed_by_the_next_star
         path.write_text("{")
     RunFolder(tmp_path / "run").close()
     assert [path.exists() for path in (*left, *others)] == [False, False, True, True, True]
-
-
-def test_weights_that_the_disk_does_not_give_are_one_line(run, monkeypatch):
-    """Torch maps the file itself, and says in a RuntimeError that it could not."""
-    run.train("--max_steps=2")
-    folder = run.path / manifest.folder_name(2)
-    fail = Mock(side_effect=RuntimeError("unable to open file <x>: Input/output error (5)"))
-    monkeypatch.setattr(store.safetensors.torch, "load_file", fail)
-    with pytest.raises(CheckpointError, match="unable to open file"):
-        store._read(folder / store.MODEL)
 
 
 @pytest.mark.parametrize("before", [b"\0" * 148, b'{"event": "begin", "ti' + b"\0" * 126])

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import struct
@@ -57,12 +58,7 @@ def run(two, tmp_path) -> Run:
 
 
 def text_of(content: Any) -> str:
-    text = json.dumps(content)
-    while RAW in text:
-        begin = text.index(f'"{RAW}')
-        end = text.index('"', begin + 1)
-        text = text[:begin] + text[begin + len(RAW) + 1 : end] + text[end + 1 :]
-    return text
+    return re.sub(f'"{RAW}([^"]*)"', r"\1", json.dumps(content))
 
 
 def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
@@ -216,8 +212,8 @@ def test_a_start_writes_into_its_own_files_alone(run, name, spoil):
     """Nothing waits for a pipe, follows a link or reads a terabyte; row 30 tries all kinds on all commands."""
     (run.path / "evaluations").mkdir()
     spoil(run.path / name)
-    outside = [path for path in run.path.parents[1].glob("victim*/**/*") if path.is_file()]
-    outside += [path for path in run.path.parents[1].glob("victim") if path.is_file()]
+    victim = run.path.parents[1] / "victim"
+    outside = [path for path in (victim, *victim.rglob("*")) if path.is_file()]
     before = [path.read_bytes() for path in outside]
     look_at(run)
     if name in REPLACED:
@@ -237,9 +233,8 @@ def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run, target):
     (run.path.parent / "elsewhere").mkdir()
     (run.path / "labels" / "best").write_text(target)
     look_at(run)
-    with pytest.raises(CheckpointError, match="is not the name of a checkpoint") as caught:
-        run.train("--resume=best")
-    assert "\n" not in str(caught.value)
+    said = str(run.rejected("--resume=best", kind=CheckpointError))
+    assert ("is not the name of a checkpoint" in said, "\n" in said) == (True, False)
 
 
 @pytest.fixture
