@@ -1,7 +1,6 @@
 """What people type for a mixture: which words are folders and weights, how a run records them, what is rejected."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,6 @@ SHARED = ("data_dir", "data_weights_at", "max_source_epochs")
 @pytest.fixture(autouse=True)
 def _here(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def recorded(*argv: str) -> dict[str, Any]:
-    """Return the three settings as config.json holds them, through JSON."""
-    config = parse(list(argv)).config
-    flat = json.loads(json.dumps(to_flat(config)))
-    assert override(Config(), flat) == config
-    return {name: flat[name] for name in SHARED}
 
 
 def problem(*argv: str) -> str:
@@ -47,11 +38,11 @@ def test_a_single_word_is_a_folder_whatever_its_name(name, tmp_path):
 
 
 def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path):
-    found = recorded(
-        *("--data_dir", "web:0.70", "../x:y/code:3e-1", "--data_weights_at", "900M:0,1", "1B:1,1"),
-        *("--max_source_epochs", "4", "code:2.5"),
-    )
-    assert found == {
+    words = ["--data_dir", "web:0.70", "../x:y/code:3e-1", "--max_source_epochs", "4", "code:2.5"]
+    config = parse([*words, "--data_weights_at", "900M:0,1", "1B:1,1"]).config
+    found = json.loads(json.dumps(to_flat(config)))
+    assert override(Config(), found) == config
+    assert {name: found[name] for name in SHARED} == {
         "data_dir": [f"{tmp_path}/web:0.7", f"{tmp_path}/../x:y/code:0.3"],
         "data_weights_at": ["900000000:0,1", "1000000000:1,1"],
         "max_source_epochs": ["4", "code:2.5"],
@@ -71,7 +62,7 @@ def test_typing_what_a_run_has_is_no_change(tmp_path):
     assert parse([]).over(saved) == saved
 
 
-def test_names_are_as_short_as_may_be():
+def test_names_are_as_short_as_may_be_and_a_limit_of_one_source_wins_over_that_of_all():
     def names(*folders: str) -> tuple[str, ...]:
         words = tuple(f"{folder}:1" for folder in folders)
         return read_sources(DataConfig(data_dir=words)).names
@@ -79,9 +70,6 @@ def test_names_are_as_short_as_may_be():
     assert names("/x/web", "/y/code") == ("web", "code")
     assert names("/x/web", "/y/web", "/y/code") == ("x/web", "y/web", "y/code")
     assert names("web", "/web") == ("web", "//web")
-
-
-def test_a_limit_of_one_source_wins_over_that_of_all():
     for words in (("b:2", "4"), ("4", "b:2")):
         data = DataConfig(data_dir=("a:1", "b:1"), max_source_epochs=words)
         assert read_sources(data).max_epochs == (4.0, 2.0)
@@ -102,10 +90,7 @@ def test_what_makes_no_sense_is_one_line(words, wording):
     wording(problem("--data_dir", *words.split()))
 
 
-@pytest.mark.parametrize(
-    "words", [("data_dir", "a:1", "b:1"), ("data_weights_at", "5:1,2"), ("max_source_epochs", "4")]
-)
-def test_fine_tuning_takes_no_mixture(words):
-    name, *values = words
-    with pytest.raises(ConfigError, match=f"--{name} is for pretraining"):
-        parse([f"--{name}", *values], "finetune")
+def test_fine_tuning_takes_no_mixture():
+    for words in ("data_dir a:1 b:1", "data_weights_at 5:1,2", "max_source_epochs 4"):
+        with pytest.raises(ConfigError, match=f"--{words.split()[0]} is for pretraining"):
+            parse(f"--{words}".split(), "finetune")

@@ -24,9 +24,8 @@ PROBLEMS: list[dict[str, Any]] = [
     *({"beta1": 1.0}, {"beta2": 1.0}, {"muon_lr": 0.0}, {"head_lr": 0.1}, {"norm_eps": 0.0}),
     *({"logit_cap": -1.0}, {"n_embd": 9, "n_head": 3, "positions": "rotary"}),
     {"n_embd": 18, "n_head": 3, "positions": "half_rotary"},
-    {
-        "run_name": "gr\udcc3\udcb6\udcc3\udc9fe"
-    },  # größe, as Python reads it where the locale is ASCII
+    # größe, as Python reads it where the locale is ASCII
+    {"run_name": "gr\udcc3\udcb6\udcc3\udc9fe"},
 ]
 
 
@@ -68,15 +67,12 @@ def test_flat_values_put_over_the_defaults_are_the_config_again(changes):
     assert all(flat[name] == untouched[name] for name in LEAVES if name not in changes)
 
 
-def test_paths_are_paths_in_the_config_and_text_in_the_flat_form():
+def test_paths_are_paths_in_the_config_and_a_setting_of_another_version_is_rejected_by_name():
     path_names = {name for name in LEAVES if is_path(name)}
     assert path_names == {"data_dir", "hellaswag_path", "core", "checkpoint_dir"}
     config = override(Config(), {"hellaswag_path": "x"})
     assert config.eval.hellaswag_path == Path("x")
     assert to_flat(config)["hellaswag_path"] == "x"
     assert read_settings({"run_name": "-x"}) == override(Config(), {"run_name": "-x"})
-
-
-def test_a_setting_of_another_version_is_rejected_by_name():
     with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
         override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})

@@ -14,7 +14,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
 from launch import losses, train_in_forks, worked
-from tiny import edit_json, parse
+from tiny import edit_json, fresh, parse
 
 
 def write(folder: Path, text: str, name: str = "settings.toml") -> str:
@@ -22,11 +22,7 @@ def write(folder: Path, text: str, name: str = "settings.toml") -> str:
     return f"--config={folder / name}"
 
 
-def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).config)
-
-
-def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path):
+def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path, monkeypatch):
     file = write(tmp_path, 'model = "gpt2-micro"\nn_layer = 3\nmax_lr = 1\nmax_steps = 9\n')
     flat = fresh(file)
     assert (flat["model"], flat["n_layer"], flat["n_head"]) == ("gpt2-micro", 3, 4)
@@ -39,6 +35,13 @@ def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path):
     assert (flat["n_layer"], flat["max_lr"]) == (6, 0.5)
     typed = fresh(file, "--model=gpt2-mini")  # another preset counts as typing each of its settings
     assert (typed["n_layer"], typed["max_lr"]) == (6, 1e-3)
+    # Its paths are at the working directory.
+    (tmp_path / "settings").mkdir()
+    file = write(tmp_path / "settings", 'data_dir = ["a:1", "b:2"]\ncheckpoint_dir = "runs"\n')
+    monkeypatch.chdir(tmp_path)
+    flat = fresh(file)
+    assert flat["data_dir"] == [f"{tmp_path}/a:1", f"{tmp_path}/b:2"]
+    assert flat["checkpoint_dir"] == f"{tmp_path}/runs"
 
 
 def test_a_file_stands_above_what_a_run_has_saved(tmp_path):
@@ -58,15 +61,6 @@ def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path):
         assert [flat[name] for name in had] == [None] * 4
     with pytest.raises(ConfigError, match="line 1: seed 'None' is not a whole number"):
         parse([write(tmp_path, 'seed = "None"\n')])
-
-
-def test_paths_in_a_file_are_at_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "settings").mkdir()
-    file = write(tmp_path / "settings", 'data_dir = ["a:1", "b:2"]\ncheckpoint_dir = "runs"\n')
-    monkeypatch.chdir(tmp_path)
-    flat = fresh(file)
-    assert flat["data_dir"] == [f"{tmp_path}/a:1", f"{tmp_path}/b:2"]
-    assert flat["checkpoint_dir"] == f"{tmp_path}/runs"
 
 
 @pytest.mark.parametrize(
@@ -151,9 +145,7 @@ def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(run, tiny_dat
     assert vocabulary() == vocabulary(f"--data_dir={tiny_data}") == (50304, 50257)
     assert vocabulary(other) == (384, 257)
     assert vocabulary(other, "--vocab_size=300") == (300, 257)
-
-
-@pytest.mark.parametrize(("rows", "left"), [(384, Config().model.vocab_size), (1024, 1024)])
-def test_rows_that_were_fitted_to_other_data_are_dropped_and_those_that_were_typed_stay(rows, left):
-    file = {"num_tokens": 300, "vocab_size": rows}
-    assert make_request({"data_dir": "x"}, file=file).config.model.vocab_size == left
+    # Rows that were fitted to other data are dropped, and those that were typed stay.
+    for rows, left in ((384, Config().model.vocab_size), (1024, 1024)):
+        file = {"num_tokens": 300, "vocab_size": rows}
+        assert make_request({"data_dir": "x"}, file=file).config.model.vocab_size == left
