@@ -20,6 +20,7 @@ STEPS = 40
 # One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
 SHAPE = (*(*TINY, "--mini_batch_size=1", "--log_freq=1000", "--sample_freq=0", "--run_name=run"),)
 PACE = "step:sleep0.03@*"
+NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
 @dataclass
@@ -63,15 +64,9 @@ class FaultRun:
             open(self.folder / said, "a") as out,
             open(self.folder / errors, "a" if said == errors else "w") as err,
         ):
-            process = subprocess.Popen(
-                command,
-                env=launch.environment(**env),
-                cwd=launch.REPOSITORY,
-                stdout=out,
-                stderr=err,
-                text=True,
-                start_new_session=True,
-            )
+            how = {"cwd": launch.REPOSITORY, "text": True, "start_new_session": True}
+            own = launch.environment(**env)
+            process = subprocess.Popen(command, env=own, stdout=out, stderr=err, **how)
         self.processes.append(process)
         return process
 
@@ -157,15 +152,14 @@ class FaultRun:
         """Return {rank: process id} of the launcher's workers that still live."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            try:  # one that has ended has no command line
                 environ = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
-                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:
                 continue
             named = dict(entry.partition(b"=")[::2] for entry in environ)
             ours = str(self.folder).encode() in command and b"RANK" in named
-            if ours and int(folder.name) != launcher.pid and state != "Z":
+            if ours and int(folder.name) != launcher.pid:
                 found[int(named[b"RANK"])] = int(folder.name)
         return found
 

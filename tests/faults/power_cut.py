@@ -39,6 +39,7 @@ MIXTURES = 2  # random states for each point of the log
 ROOT = 0  # the number of the folder that holds all
 
 Tree = dict[str, bytes | None]  # path -> content, None for a folder
+Change = Callable[[int, bytes], bytes | None]  # of what the op of a number writes
 
 
 class DataOp(NamedTuple):
@@ -132,9 +133,7 @@ class Log:
                 del there[path]
         return max((int(path[-8:]) for path in there), default=0)
 
-    def state(
-        self, end: int, lost: set[int], change: Callable[[int, bytes], bytes | None] | None = None
-    ) -> Tree:
+    def state(self, end: int, lost: set[int], change: Change = lambda _, data: data) -> Tree:
         """Return the disk after `end` ops without the `lost` ones; `change` may spoil or drop what is written."""
         content: dict[int, bytearray] = defaultdict(bytearray)
         entries: dict[int, dict[str, int]] = defaultdict(dict)
@@ -143,45 +142,33 @@ class Log:
             if op is None or number in lost:
                 continue
             if isinstance(op, DataOp):
-                self._write(content[self.of[number]], op, number, change)
+                data = op.data if op.data is None else change(number, op.data)
+                if data is not None or op.data is None:
+                    _write(content[self.of[number]], op.at, data)
                 continue
             for folder, name, stands_for in op.names:
                 if stands_for is None:
                     entries[folder].pop(name, None)
                 else:
                     entries[folder][name] = stands_for
-        return dict(self._tree(ROOT, "", content, entries))
 
-    def _write(
-        self,
-        content: bytearray,
-        op: DataOp,
-        number: int,
-        change: Callable[[int, bytes], bytes | None] | None,
-    ) -> None:
-        data = op.data
-        if data is not None and change is not None:
-            data = change(number, data)
-            if data is None:
-                return
-        if data is None:
-            del content[op.at :]
-        content.extend(bytes(max(0, op.at - len(content))))
-        content[op.at : op.at + len(data or b"")] = data or b""
+        def tree(folder: int, path: str) -> Iterator[tuple[str, bytes | None]]:
+            for name, number in sorted(entries[folder].items()):
+                if number in self.folders:
+                    yield f"{path}{name}", None
+                    yield from tree(number, f"{path}{name}/")
+                else:
+                    yield f"{path}{name}", bytes(content[number])
 
-    def _tree(
-        self,
-        folder: int,
-        path: str,
-        content: dict[int, bytearray],
-        entries: dict[int, dict[str, int]],
-    ) -> Iterator[tuple[str, bytes | None]]:
-        for name, number in sorted(entries[folder].items()):
-            if number in self.folders:
-                yield f"{path}{name}", None
-                yield from self._tree(number, f"{path}{name}/", content, entries)
-            else:
-                yield f"{path}{name}", bytes(content[number])
+        return dict(tree(ROOT, ""))
+
+
+def _write(content: bytearray, at: int, data: bytes | None) -> None:
+    """Write data into a file, or end the file there."""
+    if data is None:
+        del content[at:]
+    content.extend(bytes(max(0, at - len(content))))
+    content[at : at + len(data or b"")] = data or b""
 
 
 def states_after(log: Log, end: int, dice: random.Random) -> Iterator[tuple[str, Tree]]:
@@ -189,11 +176,8 @@ def states_after(log: Log, end: int, dice: random.Random) -> Iterator[tuple[str,
     data, names = log.pending(end)
     yield "as issued", log.state(end, set())
     yield "data lost", log.state(end, set(data))
-    zeros = set(data)
-    yield (
-        "data lost, lengths kept",
-        log.state(end, set(), lambda n, written: bytes(len(written)) if n in zeros else written),
-    )
+    zeros = {number: bytes(len(log.ops[number].data or b"")) for number in data}  # type: ignore[union-attr]
+    yield "data lost, lengths kept", log.state(end, set(), lambda n, written: zeros.get(n, written))
     yield "names lost", log.state(end, set(names))
     yield "data and names lost", log.state(end, {*data, *names})
     for _ in range(MIXTURES):
@@ -206,11 +190,8 @@ def states_after(log: Log, end: int, dice: random.Random) -> Iterator[tuple[str,
 
         # A folder keeps the order of its changes; one may be on the disk before those of another.
         cuts = defaultdict[int, int](lambda: dice.randrange(end + 1))
-        gone = {
-            number
-            for number in names
-            if any(number >= cuts[folder] for folder, _, _ in log.ops[number].names)  # type: ignore[union-attr]
-        }
+        folders = {number: [one[0] for one in log.ops[number].names] for number in names}  # type: ignore[union-attr]
+        gone = {n for n in names if any(n >= cuts[folder] for folder in folders[n])}
         yield "at random", log.state(end, gone, spoil)
 
 

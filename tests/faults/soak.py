@@ -8,6 +8,7 @@ intact checkpoint. Checked at the end, bit by bit because of `--reduce exact`: t
 that any life took, the final weights and moments. Prints a table and ends with 1 if anything differs.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -206,10 +207,8 @@ class Soak:
 
 def kill(pids: list[int], number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended between the look and the blow
             os.kill(pid, number)
-        except ProcessLookupError:  # it ended between the look and the blow
-            continue
 
 
 def main() -> int:

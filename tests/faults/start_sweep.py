@@ -43,15 +43,9 @@ OF_LIBRARIES = re.compile(
     re.M,
 )
 PREPARED = {  # flags, and from which source below the folder
-    "lines": ("--num_workers=2", "--tokenizer=bytes", "lines.jsonl"),
-    "parquet": (
-        "--num_workers=1",
-        "--tokenizer=bytes",
-        "--group_bytes=60k",
-        "--skip_bad",
-        "parquet",
-    ),
-    "learned": ("--num_workers=2", "--tokenizer=FOLDER/learned", "lines.jsonl"),
+    "lines": "--num_workers=2 --tokenizer=bytes lines.jsonl",
+    "parquet": "--num_workers=1 --tokenizer=bytes --group_bytes=60k --skip_bad parquet",
+    "learned": "--num_workers=2 --tokenizer=FOLDER/learned lines.jsonl",
 }
 MAIN, PREPARE = str(launch.MAIN), str(launch.SCRIPTS / "prepare_data.py")
 
@@ -86,12 +80,8 @@ class Sweep(NamedTuple):
         life, wrong = program(folder, arm) if program else self.prepare(folder, arm, case.program)
         life = life._replace(errors=OF_LIBRARIES.sub("", launch.without_progress(life.errors)))
         is_abort = life.code == -signal.SIGABRT and not life.errors
-        wrong += _left_alive(count)
-        return (
-            life,
-            ([] if is_abort else one_line(life)) + wrong,
-            int.from_bytes(count.read_bytes(), "little"),
-        )
+        wrong += _left_alive(count) + ([] if is_abort else one_line(life))
+        return life, wrong, int.from_bytes(count.read_bytes(), "little")
 
     def train(self, folder: Path, arm: Arm) -> Ended:
         flags = ("--async_checkpoint=on", f"--checkpoint_mirror=file://{folder / 'mirror'}")
@@ -103,7 +93,7 @@ class Sweep(NamedTuple):
         return life, wrong
 
     def prepare(self, folder: Path, arm: Arm, name: str) -> Ended:
-        *flags, source = PREPARED[name]
+        *flags, source = PREPARED[name].split()
         words = [PREPARE, *flags, "--val_tokens=20000", str(self.folder / source)]
         return self._write(folder, arm, name, words)
 
@@ -116,16 +106,12 @@ class Sweep(NamedTuple):
         """Run a program that writes a folder, which may be there only as a quiet run writes it."""
         is_there = (folder / "data").exists()  # a learned tokenizer is not learned again
         words = [word.replace("FOLDER", str(self.folder)) for word in words]
-        environment = {"XDG_CACHE_HOME": str(folder / "cache")}  # of tokenizers that were tried
-        life = disk.live(
-            [*words, f"--out={folder / 'data'}"], lambda: (os.environ.update(environment), arm())
-        )
+        cache = {"XDG_CACHE_HOME": str(folder / "cache")}  # of tokenizers that were tried
+        words += [f"--out={folder / 'data'}"]
+        life = disk.live(words, lambda: (os.environ.update(cache), arm()))
         found = {path.name: path.read_bytes() for path in folder.glob("data/*")}
-        wrong = (
-            ["other files than a quiet run's"]
-            if found and found != self.expected.get(name, found)
-            else []
-        )
+        is_other = bool(found) and found != self.expected.get(name, found)
+        wrong = ["other files than a quiet run's"] * is_other
         if life.code == 0 and (not found or (folder / "data.partial").exists()):
             wrong.append(f"left behind: {sorted(path.name for path in folder.iterdir())}")
         is_again = name == "learn" and is_there and life.code == 2

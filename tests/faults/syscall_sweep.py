@@ -143,13 +143,12 @@ def tables_of(calls: Iterable[Call], verdicts: list[Verdict]) -> str:
     ended = [[how, str(code), str(times)] for (how, code), times in sorted(codes.items())]
     silent = Counter(v.case.what for v in verdicts if v.code == 0 and not v.said)
     quiet = [[what, str(times)] for what, times in silent.most_common()]
-    return "\n\n".join(
-        (
-            fmt.table(header, rows),
-            fmt.table(["failure", "exit code", "runs"], ended),
-            fmt.table(["went on without a word after the failure of", "runs"], quiet),
-        )
-    )
+    tables = [
+        fmt.table(header, rows),
+        fmt.table(["failure", "exit code", "runs"], ended),
+        fmt.table(["went on without a word after the failure of", "runs"], quiet),
+    ]
+    return "\n\n".join(tables)
 
 
 def main() -> int:

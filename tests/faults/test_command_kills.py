@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,24 +50,32 @@ def kill(script: Path | str, words: list[str], *, at: int, below: Path) -> int:
 
 
 def kill_everywhere(
-    script: str, make: Callable[[Path], list[str]], tmp_path: Path, *, every: int = 1
+    script: str,
+    words: list[str],
+    tmp_path: Path,
+    *,
+    every: int = 1,
+    shards: tuple[int, ...] = (),
 ) -> int:
     """Kill a script at each call, repeat it, and compare with one that was not killed; return the calls.
 
-    `make` fills a new folder and returns the script's words; all that they write lies in that folder.
+    All that it writes lies in FOLDER, a new one every time, which has shards in `data` if there are sizes of any.
     """
     folder = tmp_path / "here"  # the same path every time: it is in what is written
+    words = [word.replace("FOLDER", str(folder)) for word in words]
 
-    def begin() -> list[str]:
+    def begin() -> None:
         if folder.exists():
             folder.rename(tmp_path / f"before_{len(list(tmp_path.iterdir()))}")
         folder.mkdir()
-        return make(folder)
+        if shards:
+            write_shards(folder / "data", train=shards, val=(650,))
 
-    launch.worked(call(script, *begin()))
+    begin()
+    launch.worked(call(script, *words))
     straight = content(folder)
     for at in range(1, 1000, every):
-        words = begin()
+        begin()
         if kill(script, words, at=at, below=folder) == 0:
             return at - 1
         again = call(script, *words)
@@ -78,11 +86,8 @@ def kill_everywhere(
 
 
 def test_import_of_shards(tmp_path):
-    def make(folder: Path) -> list[str]:
-        write_shards(folder / "data", train=(1003, 777), val=(650,))
-        return ["import", str(folder / "data"), "--tokenizer=unknown"]
-
-    assert kill_everywhere("data", make, tmp_path) >= 3
+    words = ["import", "FOLDER/data", "--tokenizer=unknown"]
+    assert kill_everywhere("data", words, tmp_path, shards=(1003, 777)) >= 3
 
 
 def test_import_into_another_folder_with_a_tokenizer(tmp_path):
@@ -90,12 +95,8 @@ def test_import_into_another_folder_with_a_tokenizer(tmp_path):
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     launch.worked(call("data tokenizer", "train", texts, f"--out={tokenizer}", "--vocab_size=300"))
 
-    def make(folder: Path) -> list[str]:
-        write_shards(folder / "data", train=(1003,), val=(650,))
-        words = ["import", str(folder / "data"), f"--out={folder / 'named'}"]
-        return [*words, f"--tokenizer={tokenizer}"]
-
-    assert kill_everywhere("data", make, tmp_path) >= 8
+    words = ["import", "FOLDER/data", "--out=FOLDER/named", f"--tokenizer={tokenizer}"]
+    assert kill_everywhere("data", words, tmp_path, shards=(1003,)) >= 8
 
 
 def test_merge_of_parts(tmp_path):
@@ -106,29 +107,22 @@ def test_merge_of_parts(tmp_path):
         words = [texts.parent, f"--out={part}", f"--part={number}/2", "--tokenizer=bytes"]
         launch.worked(call("prepare_data.py", *words, "--val_tokens=2000", "--group_bytes=10k"))
 
-    def make(folder: Path) -> list[str]:
-        return ["merge", str(folder / "full"), *map(str, parts)]
-
-    assert kill_everywhere("data", make, tmp_path) >= 8
+    words = ["merge", "FOLDER/full", *map(str, parts)]
+    assert kill_everywhere("data", words, tmp_path) >= 8
 
 
 def test_preparation(tmp_path):
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 40)
 
-    def make(folder: Path) -> list[str]:
-        words = [str(texts), f"--out={folder / 'data'}", "--tokenizer=bytes"]
-        return [*words, "--val_tokens=2000", "--num_workers=1"]
-
-    assert kill_everywhere("prepare_data.py", make, tmp_path, every=2) >= 10
+    words = [str(texts), "--out=FOLDER/data", "--tokenizer=bytes"]
+    words += ["--val_tokens=2000", "--num_workers=1"]
+    assert kill_everywhere("prepare_data.py", words, tmp_path, every=2) >= 10
 
 
 def test_learning_a_tokenizer(tmp_path):
     texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
-
-    def make(folder: Path) -> list[str]:
-        return ["train", str(texts), f"--out={folder / 'learned'}", "--vocab_size=300"]
-
-    assert kill_everywhere("data tokenizer", make, tmp_path) >= 5
+    words = ["train", str(texts), "--out=FOLDER/learned", "--vocab_size=300"]
+    assert kill_everywhere("data tokenizer", words, tmp_path) >= 5
 
 
 def test_import_of_a_checkpoint(tiny_data, tmp_path):
@@ -167,9 +161,7 @@ def test_export(at, tiny_data, tmp_path):
     launch.worked(launch.train_in_forks(run.argv()))
     words = ["run", f"--checkpoint_dir={run.folder}"]
     out = tmp_path / "exports" / "run"
-    command = [*launch.words_of("export_hf.py"), *words, f"--out={out}"]
-    env = launch.environment(FAULT=f"{at}:kill9@0")
-    killed = subprocess.run(command, env=env, capture_output=True)
+    killed = launch.script("export_hf.py", *words, f"--out={out}", FAULT=f"{at}:kill9@0")
     assert killed.returncode == KILLED
     [leftover] = out.parent.iterdir()
     with open_locked_folder(out.with_name(".run.0123abcd")):  # of an export that still works
@@ -190,11 +182,8 @@ def test_export_for_llama_cpp(tmp_path):
     launch.worked(launch.train_in_forks(words))
     words = ["run", f"--checkpoint_dir={run.folder}", "--format=gguf"]
     out, straight = tmp_path / "exports" / "x.gguf", tmp_path / "elsewhere" / "x.gguf"
-    killed = subprocess.run(
-        [sys.executable, str(launch.SCRIPTS / "export_hf.py"), *words, f"--out={out}"],
-        env=launch.environment(FAULT="export.before_rename:kill9@0"),
-        capture_output=True,
-    )
+    fault = "export.before_rename:kill9@0"
+    killed = launch.script("export_hf.py", *words, f"--out={out}", FAULT=fault)
     assert killed.returncode == KILLED, killed.stderr
     [leftover] = out.parent.iterdir()
     assert leftover != out
@@ -213,18 +202,30 @@ def open_locked_folder(path: Path) -> Iterator[None]:
     os.close(descriptor)
 
 
-def test_an_ablation_takes_its_run_along_and_goes_on_with_it(tiny_data, tmp_path):
-    settings = tmp_path / "settings.txt"
-    settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
-    out = tmp_path / "out"
+@pytest.fixture
+def shared(tiny_data) -> list[str]:
+    """Return the flags of all runs of an ablation."""
     shape = [word for word in SHAPE if not word.startswith("--run_name")]
-    shared = [*shape, f"--data_dir={tiny_data}", "--eval_freq=6", "--max_steps=12"]
-    words = [str(settings), f"--out={out}", "--seeds=1", *shared]
-    command = [*launch.words_of("ablate"), *words]
-    env = launch.environment(FAULT="step:sleep0.2@*")
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
-    cold = out / "cold_seed1"
-    launch.wait_for_step(process, cold, 3)
+    return [*shape, f"--data_dir={tiny_data}", "--max_steps=12"]
+
+
+def ablation(folder: Path, *more: str) -> tuple[list[str], subprocess.Popen[str]]:
+    """Start an ablation of a cold and a hot rate into `out`; return its words after three steps of the cold one."""
+    settings = folder / "settings.txt"
+    settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
+    out = f"--out={folder / 'out'}"
+    command = [*launch.words_of("ablate"), str(settings), out, "--seeds=1", *more]
+    how: dict[str, Any] = {"env": launch.environment(FAULT="step:sleep0.2@*"), "text": True}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen(command, **how)
+    launch.wait_for_step(process, folder / "out" / "cold_seed1", 3)
+    return command, process
+
+
+def test_an_ablation_takes_its_run_along_and_goes_on_with_it(shared, tmp_path):
+    shared = [*shared, "--eval_freq=6"]
+    out, cold = tmp_path / "out", tmp_path / "out" / "cold_seed1"
+    command, process = ablation(tmp_path, *shared)
     process.kill()
     process.communicate()  # its pipe ends when nobody holds it
     trainer = int(json.loads((cold / "status.json").read_text())["pid"])
@@ -242,22 +243,10 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(tiny_data, tmp_path
 
 
 @pytest.mark.parametrize(("jobs", "whole_group"), [(1, True), (2, False)])
-def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, tiny_data, tmp_path):
+def test_an_ablation_that_is_interrupted_lets_its_runs_save(jobs, whole_group, shared, tmp_path):
     """Ctrl+C in a terminal reaches the trainers too; `kill -INT` only the ablation."""
-    settings = tmp_path / "settings.txt"
-    settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
     out = tmp_path / "out"
-    shape = [word for word in SHAPE if not word.startswith("--run_name")]
-    words = [f"--out={out}", "--seeds=1", f"--jobs={jobs}", *shape, f"--data_dir={tiny_data}"]
-    process = subprocess.Popen(
-        [*launch.words_of("ablate"), str(settings), *words, "--max_steps=12"],
-        env=launch.environment(FAULT="step:sleep0.2@*"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    launch.wait_for_step(process, out / "cold_seed1", 3)
+    _, process = ablation(tmp_path, f"--jobs={jobs}", *shared)
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate()
     stderr = launch.without_progress(stderr)

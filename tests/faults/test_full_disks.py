@@ -1,5 +1,6 @@
 """Rows 42 and 43: the disk of a run becomes read-only, or full, while it trains; a file system of its own plays it."""
 
+import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -35,48 +36,37 @@ def disk(run) -> Iterator[Path]:
             pass  # the second one lies over it
 
 
-class ReadOnly:
-    """The same folder, mounted read-only over itself: what is open for writing forbids a plain remount."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def begin(self) -> None:
-        mount("--bind", self._path, self._path)
-        mount("-o", "remount,ro,bind", self._path)
-
-    def end(self) -> None:
-        subprocess.run(["umount", "-l", self._path], check=True)
+@contextlib.contextmanager
+def read_only(path: Path) -> Iterator[None]:
+    """Mount the folder read-only over itself: what is open for writing forbids a plain remount."""
+    mount("--bind", path, path)
+    mount("-o", "remount,ro,bind", path)
+    yield
+    subprocess.run(["umount", "-l", path], check=True)
 
 
-class Full:
-    """Another file that takes all the room, as others' files on a disk or in a quota do."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path / "others"
-
-    def begin(self) -> None:
-        subprocess.run(["dd", "if=/dev/zero", f"of={self._path}"], capture_output=True)
-
-    def end(self) -> None:
-        self._path.unlink()
+@contextlib.contextmanager
+def full(path: Path) -> Iterator[None]:
+    """Let another file take all the room, as others' files on a disk or in a quota do."""
+    subprocess.run(["dd", "if=/dev/zero", f"of={path / 'others'}"], capture_output=True)
+    yield
+    (path / "others").unlink()
 
 
-FAULTS = [
-    pytest.param(ReadOnly, "Read-only file system", id="row_42_read_only"),
-    pytest.param(Full, "free on its disk", id="row_43_full"),
-]
+each_fault = pytest.mark.parametrize(
+    ("fault", "said"),
+    [(read_only, "Read-only file system"), (full, "free on its disk")],
+    ids=["row_42_read_only", "row_43_full"],
+)
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS)
+@each_fault
 def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(fault, said, run, disk, reference):
     """Saves are missing with a warning each; all else is as it was, and every event is there in the end."""
     process = run.start(FAULT=PACE)
     run.wait_for(process, "checkpoint", 10)
-    broken = fault(disk)
-    broken.begin()
-    run.wait_until(process, lambda: run.said().count("not saved") >= 2, "two warnings")
-    broken.end()
+    with fault(disk):
+        run.wait_until(process, lambda: run.said().count("not saved") >= 2, "two warnings")
     assert run.end_of(process) == 0, run.errors()
     assert said in run.said()
     assert run.errors() == ""
@@ -87,29 +77,22 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(fault, said, run, d
     assert list(disk.rglob(".*")) == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "said", "end"),
-    [
-        pytest.param(*FAULTS[0].values, "stop", id=FAULTS[0].id),
-        pytest.param(*FAULTS[1].values, "last step", id=FAULTS[1].id),
-    ],
-)
+@each_fault
 def test_a_disk_that_takes_nothing_more_ends_with_75_and_the_run_goes_on_later(
-    fault, said, end, run, disk, reference
+    fault, said, run, disk, reference
 ):
+    """At a stop, where the disk is read-only, and at the last step, where it is full."""
     process = run.start(FAULT=PACE)
     run.wait_for(process, "checkpoint", 10)
-    broken = fault(disk)
-    broken.begin()
-    saved = max(run.saved())
-    run.wait_until(process, lambda: "not saved" in run.said(), "a warning")
-    if end == "stop":
-        process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) == NOT_SAVED, run.errors()
-    [line] = run.errors().splitlines()
-    assert line.startswith("error: ")
-    assert said in line
-    broken.end()
+    with fault(disk):
+        saved = max(run.saved())
+        run.wait_until(process, lambda: "not saved" in run.said(), "a warning")
+        if fault is read_only:
+            process.send_signal(signal.SIGTERM)
+        assert run.end_of(process) == NOT_SAVED, run.errors()
+        [line] = run.errors().splitlines()
+        assert line.startswith("error: ")
+        assert said in line
     assert max(run.saved()) == saved
     assert run.resume() == 0, run.errors()
     assert run.events("resume")[-1]["from_step"] == saved

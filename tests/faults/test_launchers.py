@@ -4,14 +4,9 @@ import signal
 from dataclasses import dataclass
 
 import pytest
-from harness import PACE, FaultRun
+from harness import NO_ROLLING, PACE, FaultRun
 
 pytestmark = pytest.mark.fault
-
-LAUNCHERS: dict[str, dict[str, object]] = {
-    "torchrun": {"world": 2, "more": ()},
-    "gpus": {"world": 1, "more": ("--gpus=2",)},
-}
 
 
 @dataclass(frozen=True)
@@ -19,13 +14,20 @@ class Case:
     """What happens to a run of two ranks, and how it ends."""
 
     fault: str = ""
-    sent: signal.Signals | None = None  # to the launcher, after step 6
     flags: tuple[str, ...] = ()
+    sent: signal.Signals | None = None  # to the launcher, after step 6
     codes: tuple[int, int] = (1, 1)  # of torchrun, and of --gpus
     state: str | None = "failed"
     exit_code: int | None = 1  # in status.json
     saved: tuple[int, ...] | None = None  # None: the step that the status names
     line: str = "error: "  # how the last line begins, under --gpus
+
+
+HANG = ("--hang_seconds=1.5",)
+
+
+def stopped(sent: signal.Signals, *, codes: tuple[int, int]) -> Case:
+    return Case(sent=sent, codes=codes, state="stopped", exit_code=0, line="")
 
 
 CASES = {
@@ -36,33 +38,21 @@ CASES = {
     "an error on a rank": Case("step:raise@15,rank=1", saved=(14,), line="RuntimeError: "),
     "an error of all": Case(flags=("--max_lr=1e30",), codes=(1, 76), exit_code=76, saved=()),
     "a rejection": Case(flags=("--resume=7",), codes=(1, 2), state=None),
-    "a hang": Case(
-        "step:freeze@15,rank=1",
-        flags=("--hang_seconds=1.5",),
-        codes=(1, 78),
-        exit_code=78,
-        saved=(14,),
-    ),
-    "the launcher is killed": Case(
-        sent=signal.SIGKILL, codes=(-9, -9), state="stopped", exit_code=0, line=""
-    ),
-    "SIGTERM": Case(sent=signal.SIGTERM, codes=(1, 0), state="stopped", exit_code=0, line=""),
-    "Ctrl+C": Case(sent=signal.SIGINT, codes=(1, 0), state="stopped", exit_code=0, line=""),
+    "a hang": Case("step:freeze@15,rank=1", HANG, codes=(1, 78), exit_code=78, saved=(14,)),
+    "the launcher is killed": stopped(signal.SIGKILL, codes=(-9, -9)),
+    "SIGTERM": stopped(signal.SIGTERM, codes=(1, 0)),
+    "Ctrl+C": stopped(signal.SIGINT, codes=(1, 0)),
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", "gpus"])
 @pytest.mark.parametrize("name", CASES)
 def test_both_launchers_end_a_run_alike(name, launcher, run: FaultRun):
-    case, how = CASES[name], LAUNCHERS[launcher]
-    run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
-    process = run.start(
-        *case.flags,
-        *how["more"],
-        world=how["world"],
-        FAULT=";".join(filter(None, [PACE, case.fault])),
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2" if "hang" in name else "30",
-    )
+    case, how = CASES[name], {"FAULT": ";".join(filter(None, [PACE, CASES[name].fault]))}
+    how["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2" if "hang" in name else "30"
+    run.flags = (*NO_ROLLING, *case.flags)
+    world, more = (1, ["--gpus=2"]) if launcher == "gpus" else (2, [])
+    process = run.start(*more, world=world, **how)
     if case.sent is not None:
         run.wait_for(process, "step", 6)
         process.send_signal(case.sent)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, program_before
+from harness import NO_ROLLING, PACE, program_before
 
 import launch
 
@@ -55,7 +55,7 @@ def test_row_44_a_rank_killed_for_its_memory_is_started_again(
         f"    open({group!r}, 'w').write(str(os.getpid()))\n    bytearray(os.urandom({4 * LIMIT}))"
     )
     program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", takes)
-    run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
+    run.flags = NO_ROLLING
     script = str(launch.SCRIPTS / "run_until_done.sh")
     command = launch.command_for(program, run.argv(), world=2)
     env = launch.environment(PAUSE="0", FAULT=PACE)

@@ -5,41 +5,37 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, program_before, python_program
+from harness import NO_ROLLING, PACE, STEPS, program_before, python_program
 
 import launch
 
 pytestmark = pytest.mark.fault
 
-NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 SOON = ("--shutdown-timeout=2",)  # in which torchrun kills
 HALF = "    args[0].param_groups[0]['params'][0].data.add_(1)\n"  # of an update
 
 
-def pipelined(folder: Path) -> Path:
-    """Return a trainer that launches a step before it has read the loss of the one before, as on a GPU."""
-    ahead = "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
-    return python_program(folder, ahead)
+# A trainer with this launches a step before it has read the loss of the one before, as on a GPU.
+AHEAD = "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
 
 
-def test_row_11_a_survivor_says_what_it_saved_though_torchrun_ends_it(run, tmp_path):
-    """SIGTERM comes after the save and before the line, as on a busy machine."""
-    run.flags = NO_ROLLING
-    ends = "os.kill(os.getpid(), signal.SIGTERM)"
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_row_11_a_process_is_killed_also_while_a_step_is_in_flight(
+    is_ahead, run, reference, tmp_path
+):
+    """Also where SIGTERM comes after the save and before the line, as from torchrun on a busy machine.
+
+    With a step in flight it counts step 14, whose loss it had not read, logs it and saves it.
+    """
+    run.flags, ends = NO_ROLLING, "os.kill(os.getpid(), signal.SIGTERM)"
     program = program_before(tmp_path, "gpt2lab.commands.entry", "_reject", ends)
-    assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
-    assert "another rank of this run died after step 14; that step is saved" in run.errors()
-
-
-def test_row_11_a_process_is_killed_while_a_step_is_in_flight(run, reference, tmp_path):
-    """The survivor counts step 14, whose loss it had not read, logs it and saves it."""
-    run.flags, program = NO_ROLLING, pipelined(tmp_path)
+    if is_ahead:
+        program = python_program(tmp_path, AHEAD)
     assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
     assert run.saved() == [14]
     assert "another rank of this run died after step 14; that step is saved" in run.errors()
     assert max(run.losses()) == 14
-    assert run.resume(world=2, program=program) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2, program=program)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -75,8 +71,8 @@ def test_row_12_an_error_in_one_process(rank, run, reference):
     process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
     assert run.end_of(process) != 0
     run.assert_no_process_left(process)
-    errors = run.errors()
-    assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
+    said = run.errors().split("Root Cause")[1]
+    assert "RuntimeError: fault point step at step 15" in said
     assert run.saved() == [14]
     run.resumes_as(reference(2), world=2)
 
@@ -94,12 +90,10 @@ def test_row_11_a_survivor_is_aborted_100_ms_later(run, reference, tmp_path):
         "if os.environ['RANK'] == '0' and not died.exists():\n"
         "    threading.Thread(target=watch, daemon=True).start()",
     )
-    fault = f"{PACE};step:kill9@13,rank=1"
-    assert run.finish(world=2, program=program, FAULT=fault) != 0
+    assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@13,rank=1") != 0
     assert run.saved()[:2] == [5, 10]
-    assert run.resume(world=2) == 0, run.errors()
+    run.resumes_as(reference(2), world=2)
     assert run.events("resume")[0]["from_step"] in (10, 12)
-    run.assert_equals(reference(2))
 
 
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
@@ -132,8 +126,8 @@ def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
         "t.train_step = train_step\nGPT.forward = lambda self, *a: plain(self, *a) * now[0]",
     )
     run.flags = ("--checkpoint_freq=1", "--eval_freq=0", "--max_steps=40", "--drift_check_freq=1")
-    code = run.finish(world=2, program=program, BAD="5,20,21,22,23", BAD_RANK=str(rank))
-    assert code != 0
+    bad = {"BAD": "5,20,21,22,23", "BAD_RANK": str(rank)}
+    assert run.finish(world=2, program=program, **bad) != 0
     assert run.status()["exit_code"] == 76, run.errors()
     assert [e["step"] for e in run.events("step") if not e["updated"]] == [5, 20, 21, 22, 23]
     assert max(run.saved()) in (22, 23)
@@ -143,7 +137,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_row_29_a_frozen_process_is_named(is_ahead, run, reference, tmp_path):
     """Also while a step is in flight, which the watching thread then counts for the thread that hangs."""
-    program = pipelined(tmp_path) if is_ahead else launch.TRAIN
+    program = python_program(tmp_path, AHEAD) if is_ahead else launch.TRAIN
     frozen = {"world": 2, "program": program, "FAULT": f"{PACE};step:freeze@15,rank=1"}
     assert run.finish("--hang_seconds=1.5", torchrun=SOON, **frozen) != 0
     errors = run.errors()
@@ -176,8 +170,7 @@ def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     """The weights are then those of no step: the watching thread leaves them alone."""
     hangs = f"if calls == 13:\n{HALF}    time.sleep(600)"
     program = program_before(tmp_path, "gpt2lab.optim.optimizers:AdamW", "step", hangs)
-    code = run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program)
-    assert code != 0
+    assert run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program) != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "is saved" not in run.status()["reason"]
     assert run.saved() == [5, 10]
@@ -188,8 +181,7 @@ def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
     """It is alive and says so; the others wait for it in the next agreement."""
     waits = "if rank == 1 and args[1] == 80:\n    time.sleep(600)"
     program = program_before(tmp_path, "gpt2lab.data.loader:Loader", "fetch", waits)
-    process = run.start("--hang_seconds=1", world=2, torchrun=SOON, program=program)
-    assert run.end_of(process) != 0
+    assert run.finish("--hang_seconds=1", world=2, torchrun=SOON, program=program) != 0
     assert "all wait for: rank 1 on" in run.errors()
     assert "reading data of step 11" in run.errors()
     assert "rank 0 on" not in run.errors().split("all wait for: ")[1].split("\n")[0]
@@ -239,8 +231,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, t
 def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     differs = "if calls == 12 and rank == 1:\n    args[0].module.ln_f.bias.data[3] += 1e-6"
     program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", differs)
-    code = run.finish("--drift_check_freq=6", world=2, program=program)
-    assert code != 0
+    assert run.finish("--drift_check_freq=6", world=2, program=program) != 0
     assert "step 12: ranks hold different weights, first in " in run.errors()
     assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1

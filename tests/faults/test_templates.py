@@ -10,33 +10,28 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun
+from harness import PACE
 
 import launch
 
 pytestmark = pytest.mark.fault
 
-SCRIPTS = launch.REPOSITORY / "scripts"
+UNTIL_DONE, SLURM = (str(launch.SCRIPTS / f"{name}.sh") for name in ("run_until_done", "slurm"))
 
 
 def test_run_until_done_starts_again_after_a_kill(run, reference):
-    script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN), *run.argv()]
+    script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, run.argv(), world=1)]
     process = run.run_command(script, PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 7)
-    os.kill(run_pid(run), signal.SIGKILL)
+    os.kill(run.status()["pid"], signal.SIGKILL)
     assert run.end_of(process) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [5]
     run.assert_equals(reference(1))
     assert subprocess.run(script, env=launch.environment(), timeout=60).returncode == 0
 
 
-def run_pid(run: FaultRun) -> int:
-    """Return the trainer's process id, which its status tells."""
-    return int(run.status()["pid"])
-
-
 def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
-    script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN)]
+    script = [UNTIL_DONE, sys.executable, str(launch.TRAIN)]
     process = run.run_command([*script, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
     process.send_signal(signal.SIGTERM)
@@ -57,10 +52,8 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
 def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
     marks = run.folder / "starts"
     command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
-    process = run.run_command([str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="60")
-    while "starting again" not in run.errors():
-        assert process.poll() is None
-        time.sleep(0.05)
+    process = run.run_command([UNTIL_DONE, *command], PAUSE="60")
+    run.wait_until(process, lambda: "starting again" in run.errors(), "a crash")
     process.send_signal(signal.SIGTERM)
     assert run.end_of(process) == 1
     assert marks.read_text() == "start\n"
@@ -68,8 +61,7 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
 
 def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run):
     """The launcher says 1 for it, as for a crash that a restart would cure."""
-    command = launch.command_for(launch.TRAIN, run.argv(), world=2)
-    script = [str(SCRIPTS / "run_until_done.sh"), *command]
+    script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, run.argv(), world=2)]
     process = run.run_command(script, PAUSE="0", FAULT=PACE)
     run.wait_for(process, "checkpoint", 5)
     away = run.folder / "away"
@@ -87,15 +79,10 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     marks, away = run.folder / "starts", run.folder / "away"
     status = '{\n "state": "running",\n "checkpoint": null\n}'
     crash = f"mkdir '{run.path}'; echo '{status}' > '{run.path}/status.json'"
-    command = [
-        "bash",
-        "-c",
-        f"echo start >> '{marks}'; {crash}; mv '{run.path}' '{away}'; exit 1",
-        *run.argv(),
-    ]
+    lines = f"echo start >> '{marks}'; {crash}; mv '{run.path}' '{away}'; exit 1"
     run.path.mkdir(parents=True)
     (run.path / "status.json").write_text(status)
-    process = run.run_command([str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="0")
+    process = run.run_command([UNTIL_DONE, "bash", "-c", lines, *run.argv()], PAUSE="0")
     assert run.end_of(process) == 75
     assert f"error: {run.path}: moved or deleted; put it back" in run.errors()
     assert marks.read_text() == "start\n"
@@ -104,14 +91,11 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
 def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
     """Workers that save after their launcher was killed hold it for seconds, a dead NFS client for longer."""
     run.path.mkdir(parents=True)
-    command = launch.command_for(launch.TRAIN, run.argv(), world=2)
-    script = [str(SCRIPTS / "run_until_done.sh"), *command]
+    script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, run.argv(), world=2)]
     with open(run.path / "run.lock", "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = run.run_command(script, PAUSE="0", MAX_CRASHES="1000")
-        while "starting again" not in run.errors():
-            assert process.poll() is None, run.errors()
-            time.sleep(0.05)
+        run.wait_until(process, lambda: "starting again" in run.errors(), "a rejection")
     assert run.end_of(process) == 0, run.errors()
     assert "in use by" in run.errors()
 
@@ -132,30 +116,27 @@ def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, 
         ("torchrun", f"cp '{tmp_path}/said.json' '{run.path}/status.json'"),
         ("scontrol", f"touch '{tmp_path}/is_back'"),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+        launch.write_program(tmp_path / name, f"#!/bin/sh\n{does}\n")
     environment = {"TORCHRUN": str(tmp_path / "torchrun"), "SLURM_JOB_ID": "7"}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    process = run.run_command(["bash", str(SCRIPTS / "slurm.sh"), *run.argv()], **environment)
+    process = run.run_command(["bash", SLURM, *run.argv()], **environment)
     assert run.end_of(process) == 0, run.errors()
     assert (tmp_path / "is_back").exists() == goes_back
 
 
 def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')
-    (fake / "scontrol").chmod(0o755)
+    fake = f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n'
+    folder = launch.write_program(tmp_path / "bin" / "scontrol", fake).parent
     run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000", "--warmup_steps=0")
     environment = {
-        "PATH": f"{fake}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
         "SLURM_JOB_ID": "7",
         "NPROC": "2",
         "FAULT": PACE,
         "SLURM_SUBMIT_DIR": str(launch.REPOSITORY),
     }
-    script = ["bash", str(SCRIPTS / "slurm.sh"), *run.argv()]
+    script = ["bash", SLURM, *run.argv()]
     job_end = str(int(time.time()) + 20)
     assert run.end_of(run.run_command(script, SLURM_JOB_END_TIME=job_end, **environment)) == 0
     assert run.status()["reason"] == "SLURM_JOB_END_TIME"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun, program_before
+from harness import PACE, FaultRun, program_before
 
 import launch
 
@@ -45,30 +45,36 @@ def cable() -> Iterator[None]:
             ip("-n", node, "link", "set", "wire", "up")
             ip("-n", node, "link", "set", "lo", "up")
         yield
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
-    except PermissionError as error:
-        pytest.skip(f"network namespaces are not allowed here: {error}")
+    except (subprocess.CalledProcessError, PermissionError) as error:
+        why = getattr(error, "stderr", error)
+        pytest.skip(f"network namespaces are not allowed here: {why}")
     finally:
         for node in NODES:
             subprocess.run(["ip", "netns", "del", node], capture_output=True)
             shutil.rmtree(Path("/etc/netns", node), ignore_errors=True)
 
 
+def torchrun(node: int, address: str, port: int) -> list[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
+    return [*words, "--nproc_per_node=1", f"--master_addr={address}", f"--master_port={port}"]
+
+
+def run_node(run: FaultRun, node: int, *command: str, **env: str) -> subprocess.Popen[str]:
+    said = f"node{node}.txt"
+    process = run.run_command([*command], said=said, errors=said, **env)
+    (run.folder / "err.txt").write_text("see node0.txt and node1.txt")
+    return process
+
+
 def start_node(run: FaultRun, node: int, *more: str, **env: str) -> subprocess.Popen[str]:
     """Start one machine's torchrun, as a user would type it there."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
-    torchrun += ["--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}", "--master_port=29577"]
-    command = ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)]
-    said = f"node{node}.txt"
-    return run.run_command(command, said=said, errors=said, **env)
+    command = [*torchrun(node, ADDRESSES[0], 29577), str(launch.TRAIN), *run.argv(*more)]
+    return run_node(run, node, "ip", "netns", "exec", NODES[node], *command, **env)
 
 
 @pytest.mark.usefixtures("cable")
 def test_one_of_two_nodes_is_killed_and_both_go_on(run, reference):
-    run.flags = ("--checkpoint_freq=5", "--eval_freq=0", f"--max_steps={STEPS}")
     first, second = (start_node(run, node, FAULT=PACE) for node in (0, 1))
-    run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
     run.wait_for(first, "step", 12)
     workers = run.workers(second)
     os.killpg(second.pid, signal.SIGKILL)  # the machine is gone: its launcher and its worker
@@ -86,14 +92,9 @@ def start_script(
     run: FaultRun, node: int, port: int, program: Path = launch.TRAIN
 ) -> subprocess.Popen[str]:
     """Start one machine's run_until_done.sh, which starts its torchrun again until the run is complete."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
-    torchrun += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    script = str(launch.SCRIPTS / "run_until_done.sh")
-    command = [script, *torchrun, str(program), *run.argv("--hang_seconds=3")]
-    said = f"node{node}.txt"
-    process = run.run_command(command, said=said, errors=said, PAUSE="1", FAULT=PACE)
-    run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
-    return process
+    script = [str(launch.SCRIPTS / "run_until_done.sh"), *torchrun(node, "127.0.0.1", port)]
+    words = [*script, str(program), *run.argv("--hang_seconds=3")]
+    return run_node(run, node, *words, PAUSE="1", FAULT=PACE)
 
 
 def free_port() -> int:
