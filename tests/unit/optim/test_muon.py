@@ -81,53 +81,15 @@ def test_matrices_in_one_parameter_are_each_made_orthogonal():
     assert torch.equal(whole.detach(), torch.cat([part.detach() for part in parts]))
 
 
-def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm():
-    """Against the formula written out for one parameter after the other, its average corrected for its begin."""
-    shapes = [(8, 8), (24, 8), (32, 8), (8, 32)]
-    parameters = [nn.Parameter(value) for value in matrices(shapes, 1)]
-    wanted = [p.detach().clone() for p in parameters]
-    groups = [{"params": [p], "parts": 3 if len(p) == 24 else 1} for p in parameters]
-    own = Muon(groups, lr=0.02, even_rows=True)
-    momentum = [torch.zeros(shape) for shape in shapes]
-    averages = [torch.zeros(len(p), 1) for p in parameters]
-    for step in range(1, 4):
-        gradients = matrices(shapes, 20 + step)
-        gradients[2] *= torch.linspace(1, 9, 32)[:, None]
-        gradients[2][5] = 0.0  # a row that never gets a gradient
-        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            parameter.grad = gradient.clone()
-            momentum[i] = 0.95 * momentum[i] + 0.05 * gradient
-            direction = 0.05 * gradient + 0.95 * momentum[i]
-            parts = groups[i]["parts"]
-            update = orthogonalize(direction.view(parts, -1, gradient.size(1))).view_as(gradient)
-            averages[i].mul_(0.95).add_(0.05 * update.square().mean(1, keepdim=True))
-            even = update / (averages[i] / (1 - 0.95**step)).sqrt().clamp(min=1e-10)
-            even *= update.norm() / even.norm()
-            scale = 0.2 * max(len(gradient) // parts, gradient.size(1)) ** 0.5
-            wanted[i] -= 0.02 * scale * even
-        own.step()
-    for parameter, value in zip(parameters, wanted, strict=True):
-        torch.testing.assert_close(parameter.detach(), value, rtol=1e-4, atol=1e-6)
-    assert torch.equal(parameters[2].detach()[5], matrices(shapes, 1)[2][5])
-
-
-def test_normuon_without_any_gradient_moves_nothing():
-    parameter = nn.Parameter(torch.ones(4, 8))
-    parameter.grad = torch.zeros(4, 8)
-    Muon([{"params": [parameter]}], lr=0.1, even_rows=True).step()
-    assert torch.equal(parameter.detach(), torch.ones(4, 8))
-
-
 class Weights:
-    """Three weights, one of three matrices, and their optimizer."""
+    """Weights, those of 24 rows of three matrices, and their optimizer."""
 
-    def __init__(self, *, even_rows: bool) -> None:
-        self.shapes = [(8, 8), (24, 8), (8, 32)]
-        self.parameters = [nn.Parameter(value) for value in matrices(self.shapes, 1)]
+    def __init__(self, shapes: list[tuple[int, int]], *, even_rows: bool) -> None:
+        self.parameters = [nn.Parameter(value) for value in matrices(shapes, 1)]
         groups = [{"params": [p], "parts": 3 if len(p) == 24 else 1} for p in self.parameters]
         self.optimizer = Muon(groups, lr=0.02, even_rows=even_rows)
 
-    def step(self, gradients: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    def step(self, gradients: list[torch.Tensor], found_inf: torch.Tensor | None = None) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         self.optimizer.found_inf = found_inf
@@ -139,20 +101,52 @@ class Weights:
         return [v.detach().view(torch.int32).tolist() for v in (*self.parameters, *state)]
 
 
+def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm():
+    """Against the formula written out for one parameter after the other, its average corrected for its begin."""
+    shapes = [(8, 8), (24, 8), (32, 8), (8, 32)]
+    own = Weights(shapes, even_rows=True)
+    parameters, wanted = own.parameters, matrices(shapes, 1)
+    momentum = [torch.zeros(shape) for shape in shapes]
+    averages = [torch.zeros(len(p), 1) for p in parameters]
+    for step in range(1, 4):
+        gradients = matrices(shapes, 20 + step)
+        gradients[2] *= torch.linspace(1, 9, 32)[:, None]
+        gradients[2][5] = 0.0  # a row that never gets a gradient
+        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            momentum[i] = 0.95 * momentum[i] + 0.05 * gradient
+            direction = 0.05 * gradient + 0.95 * momentum[i]
+            parts = 3 if len(parameter) == 24 else 1
+            update = orthogonalize(direction.view(parts, -1, gradient.size(1))).view_as(gradient)
+            averages[i].mul_(0.95).add_(0.05 * update.square().mean(1, keepdim=True))
+            even = update / (averages[i] / (1 - 0.95**step)).sqrt().clamp(min=1e-10)
+            even *= update.norm() / even.norm()
+            scale = 0.2 * max(len(gradient) // parts, gradient.size(1)) ** 0.5
+            wanted[i] -= 0.02 * scale * even
+        own.step(gradients)
+    for parameter, value in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-4, atol=1e-6)
+    assert torch.equal(parameters[2].detach()[5], matrices(shapes, 1)[2][5])
+    still = nn.Parameter(torch.ones(4, 8))
+    still.grad = torch.zeros(4, 8)
+    Muon([{"params": [still]}], lr=0.1, even_rows=True).step()
+    assert torch.equal(still.detach(), torch.ones(4, 8))
+
+
 @pytest.mark.parametrize("even_rows", [False, True])
 def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(even_rows):
-    here, plain = Weights(even_rows=even_rows), Weights(even_rows=even_rows)
+    shapes = [(8, 8), (24, 8), (8, 32)]
+    here, plain = (Weights(shapes, even_rows=even_rows) for _ in range(2))
     for number in (1, 2, 3):
-        gradients = matrices(here.shapes, number)
+        gradients = matrices(shapes, number)
         here.step(gradients, torch.zeros(()))
-        plain.step(gradients, None)
+        plain.step(gradients)
         assert here.bits() == plain.bits()
         for each in (here, plain):
             first = each.parameters[0]
             for value in (first.detach(), each.optimizer.state[first]["momentum_buffer"]):
                 value[0, number] = -0.0
         for bad in (math.nan, math.inf, 1.0):
-            here.step([torch.full(shape, bad) for shape in here.shapes], torch.ones(()))
+            here.step([torch.full(shape, bad) for shape in shapes], torch.ones(()))
             assert here.bits() == plain.bits()
 
 
@@ -170,12 +164,8 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     assert [g["lr"] for g in own.param_groups] == pytest.approx([0.015] * 3)
     assert isinstance(adamw, torch.optim.AdamW)
     assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
-
-
-def test_a_rate_that_is_none_is_that_of_adamw():
-    model = build_model(ModelConfig(**SHAPE), seed=1, device=CPU)
     _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
-    assert {group["lr_scale"] for group in own.param_groups} == {1.0}
+    assert {group["lr_scale"] for group in own.param_groups} == {1.0}  # a rate that is None
 
 
 HOW = {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd", "max_steps": 12}
