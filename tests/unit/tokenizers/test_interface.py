@@ -96,9 +96,8 @@ def test_its_files_are_the_same_tokenizer(tokenizer, tmp_path):
     record = json.loads(json.dumps(tokenizer.record()))
     found = of_record(record, folder, "shards.json")
     assert found == tokenizer
-    assert (found.size, found.end_of_text, found.hash) == (
-        *(tokenizer.size, tokenizer.end_of_text, tokenizer.hash),
-    )
+    facts = [(one.size, one.end_of_text, one.hash) for one in (found, tokenizer)]
+    assert facts[0] == facts[1]
     again = pickle.loads(pickle.dumps(tokenizer))  # what a process that tokenizes gets
     assert again == tokenizer
     assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
@@ -150,12 +149,14 @@ def test_gpt2_is_recognised_in_any_form(tmp_path, trained):
     assert (found.size, found.end_of_text) == (400, 0)
 
 
-def test_ids_above_16_bits_need_32():
+def test_ids_of_characters_above_16_bits_need_32_and_a_character_without_one_is_named():
     assert CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_535)]).dtype == "<u2"
     many = CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_536)])
     assert many.dtype == "<u4"
     assert many.encode(chr(0x10000 + 65_535)) == [65_535]
     assert many.end_of_text == 65_536
+    with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) is not among the 3"):
+        CharactersTokenizer("abc").encode("abécé")
 
 
 def test_ids_may_have_gaps_and_an_id_counts_in_bytes():
@@ -232,30 +233,18 @@ class Harmful:
         return open, (str(Path(sys.argv[0]).parent / "harm"), "w")
 
 
-def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
+def test_a_pickle_that_would_run_code_or_holds_no_characters_is_rejected(tmp_path):
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps({"itos": Harmful()}))
     with pytest.raises(DataError, match=r"it would call (_?io)\.open"):
         open_tokenizer(str(path))
-    for content in (b"", b"\x80\x04garbage", pickle.dumps([1]), pickle.dumps(meta_of("abc"))[:-3]):
+    # Characters that contradict each other, and what is no such file.
+    changes = ({"vocab_size": 9}, {"stoi": {"a": 1}}, {"itos": {0: "ab"}}, {"itos": {1: "a"}})
+    whole, *changed = (pickle.dumps(meta_of("abc") | change) for change in ({}, *changes))
+    for content in (b"", b"\x80\x04garbage", pickle.dumps([1]), whole[:-3], *changed):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"meta\.pkl: "):
             open_tokenizer(str(path))
-
-
-@pytest.mark.parametrize(
-    "change", [{"vocab_size": 9}, {"stoi": {"a": 1}}, {"itos": {0: "ab"}}, {"itos": {1: "a"}}]
-)
-def test_characters_that_contradict_each_other_are_rejected(tmp_path, change):
-    path = tmp_path / "meta.pkl"
-    path.write_bytes(pickle.dumps(meta_of("abc") | change))
-    with pytest.raises(DataError, match=r"meta\.pkl: "):
-        open_tokenizer(str(path))
-
-
-def test_a_character_without_an_id_is_named():
-    with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) is not among the 3"):
-        CharactersTokenizer("abc").encode("abécé")
 
 
 def test_training_depends_neither_on_order_nor_on_threads(trained):
