@@ -71,6 +71,13 @@ def write_shards(folder: Path, *, train: tuple[int, ...], val: tuple[int, ...]) 
     return folder
 
 
+def draw_losses(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean losses and targets of documents: lengths as different as those of source files."""
+    tokens = np.maximum(1, rng.lognormal(6, 1.2, count))
+    windows = np.maximum(1, tokens // 256)
+    return rng.normal(0, 0.3, count) + rng.normal(0, 0.4, count) / np.sqrt(windows), tokens
+
+
 def flip_bit(path: Path, at: int = -1) -> None:
     """Flip the lowest bit of a file's byte."""
     content = bytearray(path.read_bytes())

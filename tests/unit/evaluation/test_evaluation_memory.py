@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 
 from benchmarks.live_bytes import peak_of_call, peak_of_step
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
-from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -22,6 +21,7 @@ from gpt2lab.model import gpt
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.tokenizers.gpt2 import GPT2
+from one_process import Alone, batch_of
 from tiny import write_items, write_shards
 
 CPU = torch.device("cpu")
@@ -34,34 +34,21 @@ def model() -> GPT:
     return build_model(CONFIG, seed=1, device=CPU)
 
 
-@pytest.fixture
-def strategy(runtime) -> Strategy:
-    return Strategy(runtime, SystemConfig(dtype="fp32"))
-
-
-@pytest.fixture
-def runtime() -> Runtime:
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
-    return runtime
-
-
-def open_windows(folder: Path, strategy: Strategy) -> MeasuresLoss:
+def open_windows(folder: Path) -> MeasuresLoss:
     """Return two batches of windows, the last one not full."""
     data = open_data(folder, vocab_size=50304)
-    return open_validation(data, CONFIG, val_tokens=13 * T, batch_size=B, strategy=strategy)
+    return open_validation(data, CONFIG, val_tokens=13 * T, batch_size=B, strategy=Alone("fp32"))
 
 
 @pytest.fixture
-def validation(strategy, tmp_path) -> MeasuresLoss:
-    folder = write_shards(tmp_path / "data", train=(99,), val=(900,))
-    return open_windows(folder, strategy)
+def validation(tmp_path) -> MeasuresLoss:
+    return open_windows(write_shards(tmp_path / "data", train=(99,), val=(900,)))
 
 
 @pytest.fixture
-def hellaswag(strategy, tmp_path) -> HellaSwag:
+def hellaswag(tmp_path) -> HellaSwag:
     questions = load_questions(write_items(tmp_path / "items.jsonl", 40), GPT2)
-    return HellaSwag(questions, context_length=T, strategy=strategy)
+    return HellaSwag(questions, context_length=T, strategy=Alone("fp32"))
 
 
 @pytest.mark.parametrize("name", ["validation", "hellaswag"])
@@ -74,13 +61,12 @@ def test_logits_are_held_for_some_rows_at_a_time(name, model, request, monkeypat
     assert found[2**23] < 3 * 2**23 < 10 * 2**23 < found[2**28]
 
 
-def test_a_validation_needs_less_than_a_step_of_its_batch(model, strategy, validation, monkeypatch):
+def test_a_validation_needs_less_than_a_step_of_its_batch(model, validation, monkeypatch):
     monkeypatch.setattr(gpt, "LOGITS_BYTES", 2**25, raising=False)
-    ids = torch.zeros(B, T, dtype=torch.int64)
-    batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)
     optimizers = build_optimizers(model, OptimConfig(), device=CPU)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    step = peak_of_step(model, optimizers, batch, strategy) - 4 * weights  # gradients, two moments
+    peak = peak_of_step(model, optimizers, batch_of(CONFIG, B, 1), Alone("fp32"))
+    step = peak - 4 * weights  # gradients, two moments
     assert peak_of_call(lambda: validation.measure(model)) < step / 3
 
 
@@ -103,7 +89,7 @@ def test_each_loss_keeps_its_bits(dtype, model, monkeypatch):
     np.testing.assert_array_equal(found[2], found[0])
 
 
-def test_a_compiled_validation_compiles_once_and_is_the_same(model, runtime, tmp_path, monkeypatch):
+def test_a_compiled_validation_compiles_once_and_is_the_same(model, tmp_path, monkeypatch):
     """Up to rounding: compiled attention on a CPU is two matrix products."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     data = write_shards(tmp_path / "data", train=(99,), val=(900,))
@@ -111,7 +97,7 @@ def test_a_compiled_validation_compiles_once_and_is_the_same(model, runtime, tmp
     found = {}
     for compiles in (False, True):
         monkeypatch.setattr(Strategy, "compiles_evaluation", compiles)
-        validation = open_windows(data, Strategy(runtime, SystemConfig(dtype="fp32")))
+        validation = open_windows(data)
         before = counters["stats"]["unique_graphs"]
         for _ in range(2):
             model.train()
@@ -121,7 +107,8 @@ def test_a_compiled_validation_compiles_once_and_is_the_same(model, runtime, tmp
     np.testing.assert_allclose(*each, rtol=1e-6)
 
 
-def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations(runtime):
+def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations():
+    runtime = Runtime()
     runtime.is_distributed = True
     cases = {("cpu", "on", "ddp"): False}
     cases |= {("cuda", "on", mode): True for mode in ("ddp", "zero1")}

@@ -11,17 +11,16 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sample import compare_with_rerun, describe
-from gpt2lab.config.schema import ModelConfig, SystemConfig
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_items import load_questions
-from gpt2lab.model.gpt import GPT, attend, build_model
+from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from launch import ask, rejected
+from one_process import Alone
 from tiny import parse, pretrain, write_items
 
 CONTEXT = 48
@@ -45,10 +44,6 @@ def completer(folder: Path, **style: Any) -> Completer:
     return Completer("hf", checkpoint_dir=folder, device="cpu", dtype="fp32", style=params)
 
 
-def model_of(folder: Path) -> GPT:
-    return completer(folder).model
-
-
 def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) -> list[int]:
     how = {"generators": [torch.Generator().manual_seed(seed)], "end_of_text": END_OF_TEXT}
     return [id for (id,) in draw(model, prompt, **how, **settings)]
@@ -69,7 +64,7 @@ def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bo
 
 def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkeypatch):
     """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
-    model, calls = model_of(folder), attention_calls(monkeypatch)
+    model, calls = completer(folder).model, attention_calls(monkeypatch)
     how = {"generators": [torch.Generator()], "end_of_text": END_OF_TEXT}
     drawn = draw(model, [1, 2, 3], max_new_tokens=4, **how)
     for _ in drawn:
@@ -77,19 +72,10 @@ def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkey
     layers = model.config.n_layer
     assert calls == layers * [(3, False, True, False)] + 3 * layers * [(1, False, False, False)]
     calls.clear()
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
     questions = load_questions(write_items(tmp_path / "items.jsonl", 4), GPT2)
-    strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
-    HellaSwag(questions, context_length=CONTEXT, strategy=strategy).measure(model)
+    HellaSwag(questions, context_length=CONTEXT, strategy=Alone("fp32")).measure(model)
     assert {call[1:] for call in calls} == {(True, False, False)}
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_a_single_query_without_a_mask_sees_all_keys():
-    q, k, v = (torch.randn(2, 4, length, 8) for length in (1, 9, 9))
-    everything = torch.ones(1, 1, 1, 9, dtype=torch.bool)
-    torch.testing.assert_close(attend(q, k, v, None, 0.0), attend(q, k, v, everything, 0.0))
 
 
 def test_greedy_text_is_what_transformers_generates(folder):
@@ -109,7 +95,7 @@ def test_greedy_text_is_what_transformers_generates(folder):
 
 def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     """From a full context on, the ids are those of a text that begins with its newer half."""
-    model = model_of(folder)
+    model = completer(folder).model
 
     def greedy(prompt: list[int], count: int) -> list[int]:
         return continued(model, prompt, max_new_tokens=count, temperature=0)
@@ -135,7 +121,7 @@ def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     assert next(other.complete(prompt)).text != three[0].text
     assert next(other.complete(prompt, number=1)).text != next(other.complete(prompt)).text
     for place, found in enumerate(three):
-        assert "".join(other_stream(folder, prompt, place)) == found.text
+        assert "".join(completer(folder).stream(prompt, number=0, place=place)) == found.text
 
 
 def test_a_billion_texts_come_one_batch_after_the_other(folder):
@@ -143,10 +129,6 @@ def test_a_billion_texts_come_one_batch_after_the_other(folder):
     found = list(itertools.islice(many.complete([1], num_samples=10**9), 20))
     assert many.tokens == 2 * 16 * many.style.max_new_tokens
     assert len({one.text for one in found}) == 20
-
-
-def other_stream(folder: Path, prompt: list[int], place: int) -> list[str]:
-    return list(completer(folder).stream(prompt, number=0, place=place))
 
 
 def shares(**settings: Any) -> list[float]:
@@ -169,7 +151,7 @@ def test_draws_have_the_probabilities_that_were_asked_for():
 
 
 def test_a_text_that_ended_does_not_end_the_others(folder, monkeypatch):
-    model, calls = model_of(folder), []
+    model, calls = completer(folder).model, []
 
     def certain(hidden: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -274,7 +256,7 @@ def padded_model() -> GPT:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_nothing_is_drawn_from_scores_that_are_not_numbers(folder, temperature):
     """Greedily it would be id 0 again and again, which looks like text of a bad model."""
-    model = model_of(folder)
+    model = completer(folder).model
     with torch.no_grad():
         model.ln_f.weight[0] = torch.nan
     with pytest.raises(CheckpointError, match="scores are not finite"):

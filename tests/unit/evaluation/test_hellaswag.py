@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpt2lab.config.schema import HellaSwagMetrics, ModelConfig, SystemConfig
-from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
@@ -16,6 +16,7 @@ from gpt2lab.evaluation.hellaswag_items import STYLES, load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
+from one_process import Alone
 from tiny import write_items
 
 
@@ -29,28 +30,10 @@ def model() -> GPT:
     return model
 
 
-def on_cpu(rank: int = 0, world: int = 1) -> Runtime:
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
-    runtime.rank, runtime.world_size = rank, world
-    return runtime
-
-
-def measure(
-    model: GPT,
-    path: Path,
-    runtime: Runtime | None = None,
-    batch_tokens: int | None = None,
-    metrics: HellaSwagMetrics = "all",
-) -> Results:
-    runtime = runtime or on_cpu()
-    return HellaSwag(
-        load_questions(path, GPT2),
-        context_length=model.config.context_length,
-        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        metrics=metrics,
-        batch_tokens=batch_tokens,
-    ).measure(model)
+def measure(model: GPT, path: Path, strategy: Strategy | None = None, **how: Any) -> Results:
+    questions, length = load_questions(path, GPT2), model.config.context_length
+    strategy = strategy or Alone("fp32")
+    return HellaSwag(questions, context_length=length, strategy=strategy, **how).measure(model)
 
 
 def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
@@ -108,9 +91,10 @@ def test_any_number_of_processes_gives_the_same_bits(world, model, tmp_path):
         return shares
 
     for rank in range(world):
-        runtime = on_cpu(rank, world)
-        runtime.gather = collect  # type: ignore[method-assign,assignment]
-        together = measure(model, path, runtime, batch_tokens=100)  # complete after the last one
+        strategy = Alone("fp32")
+        strategy.runtime.rank, strategy.runtime.world_size = rank, world
+        strategy.runtime.gather = collect  # type: ignore[method-assign,assignment]
+        together = measure(model, path, strategy, batch_tokens=100)  # complete after the last one
     assert all(np.count_nonzero(share) for share in shares), "every process has work"
     assert sum(map(np.count_nonzero, shares)) == 2 * 4 * 12, "and no two have the same"
     for name in whole.details:
@@ -183,10 +167,8 @@ def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_pat
 
 
 def test_an_evaluation_asked_to_stop_has_no_result(model, tmp_path):
-    runtime = on_cpu()
-    strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
     questions = load_questions(write_items(tmp_path / "items.jsonl"), GPT2)
-    scorer = HellaSwag(questions, context_length=64, strategy=strategy)
+    scorer = HellaSwag(questions, context_length=64, strategy=Alone("fp32"))
     model.train()
     assert scorer.measure(model, interrupted=lambda: True) is None
     assert model.training

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `python tests/...`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import pytest
 import torch
 
-from gpt2lab.config.schema import ModelConfig, SystemConfig
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2
+from one_process import Alone
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -37,20 +37,11 @@ def model_of(description: dict[str, Any]) -> GPT:
     return model
 
 
-def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
-    return HellaSwag(
-        load_questions(items, GPT2),
-        context_length=description["context_length"],
-        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
-        **options,
-    ).measure(model_of(description))
-
-
 def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int], Results]:
     """Return the largest relative difference of a log-likelihood, the decisions that differ, and our results."""
-    ours = scored(items, answer["model"])
+    questions, length = load_questions(items, GPT2), answer["model"]["context_length"]
+    scorer = HellaSwag(questions, context_length=length, strategy=Alone("fp32"))
+    ours = scorer.measure(model_of(answer["model"]))
     theirs = np.array([item["nats"] for item in answer["items"]])
     difference = np.abs(ours.details["harness_nats"] - theirs) / np.abs(theirs)
     metrics = ("acc", "acc_norm")

@@ -10,6 +10,7 @@ from scipy import special
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.evaluation.validation import ValidationLoss, combine
+from tiny import draw_losses
 
 
 def test_a_heavy_unit_counts_as_what_it_is():
@@ -67,19 +68,12 @@ def test_units_are_divided_by_the_weights_of_their_sources():
     assert one.strata == ()
 
 
-def documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean losses and targets of documents: lengths as different as those of source files."""
-    tokens = np.maximum(1, rng.lognormal(6, 1.2, count))
-    windows = np.maximum(1, tokens // 256)
-    return rng.normal(0, 0.3, count) + rng.normal(0, 0.4, count) / np.sqrt(windows), tokens
-
-
 @pytest.mark.parametrize("count", [12, 40, 150])
 def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count):
     rng = np.random.default_rng(count)
     inside = []
     for _ in range(4000):
-        values, tokens = documents(rng, count)
+        values, tokens = draw_losses(rng, count)
         found = estimate_mean(values + 3, tokens)
         margin = special.stdtrit(found.effective_n - 1, 0.975) * found.se
         inside.append(abs(found.mean - 3) < margin)

@@ -11,13 +11,7 @@ from scipy import stats
 
 from gpt2lab.lab import stats as lab_stats
 from gpt2lab.lab.stats import ALPHA, decide, over_seeds, p_of_zero_mean, t_half_width
-
-
-def documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean losses and targets of documents: lengths as different as those of source files."""
-    tokens = np.maximum(1, rng.lognormal(6, 1.2, count))
-    windows = np.maximum(1, tokens // 256)
-    return rng.normal(0, 0.3, count) + rng.normal(0, 0.4, count) / np.sqrt(windows), tokens
+from tiny import draw_losses
 
 
 def binomial(rate: float, trials: int) -> float:
@@ -46,7 +40,7 @@ def test_discordant_items_are_tosses_of_a_coin() -> None:
 def test_equal_models_differ_beyond_noise_in_one_of_twenty_cases(count: int) -> None:
     """Four thousand comparisons of models that are equal: 5 % nominal."""
     rng = np.random.default_rng(count)
-    found = [p_of_zero_mean(*documents(rng, count)) for _ in range(4000)]
+    found = [p_of_zero_mean(*draw_losses(rng, count)) for _ in range(4000)]
     share = np.mean([p is not None and p < 0.05 for p in found])
     assert share == pytest.approx(0.05, abs=0.01)
 
