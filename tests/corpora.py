@@ -39,6 +39,14 @@ def run_prepare(
     return prepare(opened, out, sizes, tokenizer=tokenizer, **more)
 
 
+def prepare_parts(source: Path | str, folder: Path, count: int, **how: Any) -> list[Path]:
+    """Prepare each part of a source on its own; return the folders `part1`, `part2` and so on."""
+    folders = [folder / f"part{i}" for i in range(1, count + 1)]
+    for i, part in enumerate(folders, start=1):
+        run_prepare(source, part, part=(i, count), **how)
+    return folders
+
+
 def train_on(folder: Path, name: str, texts: list[str], tokenizer: Tokenizer, *flags: str) -> None:
     """Prepare texts with a tokenizer, and train the run `name` of two layers on them."""
     write_jsonl(folder / "corpus" / "a.jsonl", texts)

@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ Manifest = dict[str, Any]
 def write(folder: Path, manifest: Manifest) -> None:
     rehashed = manifest | {"fingerprint": fingerprint_of(manifest)}
     (folder / "shards.json").write_text(json.dumps(rehashed))
+
+
+def edit(folder: Path, change: Callable[[Manifest], object]) -> None:
+    """Edit a folder's manifest by hand, and make its hash anew."""
+    manifest = json.loads((folder / "shards.json").read_text())
+    change(manifest)
+    write(folder, manifest)
 
 
 JUNK = [

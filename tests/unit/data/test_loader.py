@@ -17,7 +17,6 @@ import pytest
 from numpy.lib import format as npy
 
 import launch
-from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.data import windows as verifier_module
 from gpt2lab.data.shards import Shard, open_data
@@ -26,7 +25,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
 from loading import T, loader_over
 from plain_log import read_events
-from tiny import VOCAB, flip_bit, parse, pretrain, write_shards
+from tiny import VOCAB, flip_bit, parse, pretrain
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
@@ -100,26 +99,27 @@ def test_memory_is_flat_over_three_epochs(tmp_path):
     assert max(later) - first < 8e6  # of 32 MB read per epoch
 
 
-def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path, tiny_flags):
+@pytest.fixture
+def flags(prepared, tiny_flags) -> list[str]:
+    """Return the command line of a tiny run over prepared data, whose hashes are known."""
+    kept = [f for f in tiny_flags if not f.startswith(("--data_dir", "--vocab_size"))]
+    return [*kept, f"--data_dir={prepared}", "--eval_freq=0", "--warmup_steps=0"]
+
+
+def test_no_checkpoint_rests_on_a_damaged_shard(prepared, tmp_path, flags):
     """The damage lies in windows that are not read before the checkpoint: its hash tells all the same."""
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
-    run_prepare(source, tmp_path / "data")
-    [path] = (tmp_path / "data").glob("*_train_*")
+    [path] = prepared.glob("*_train_*")
     flip_bit(path, -30)
-    flags = [f for f in tiny_flags if not f.startswith(("--data_dir", "--vocab_size"))]
-    flags += [f"--data_dir={tmp_path / 'data'}", "--max_steps=5", "--checkpoint_freq=1"]
     with pytest.raises(DataError, match=rf"{path.name}: damaged \(its sha256"):
-        pretrain(parse(flags))
+        pretrain(parse([*flags, "--max_steps=5", "--checkpoint_freq=1"]))
     assert not list((tmp_path / "runs" / "tiny").glob("step_*"))
 
 
-def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(tmp_path, tiny_flags, monkeypatch):
-    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20), tmp_path / "data")
-    [train] = (path.name for path in (tmp_path / "data").glob("*_train_*"))
+def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
+    prepared, tmp_path, flags, monkeypatch
+):
+    [train] = (path.name for path in prepared.glob("*_train_*"))
     run_dir = tmp_path / "runs" / "tiny"
-    flags = [f for f in tiny_flags if not f.startswith(("--data_dir", "--vocab_size"))]
-    flags += [f"--data_dir={tmp_path / 'data'}", "--eval_freq=0", "--warmup_steps=0"]
-
     verify = Verifier._verify
 
     def hash_without_end(verifier: Verifier, shard: Shard) -> None:
@@ -164,23 +164,19 @@ def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(tm
     reader.close()
 
 
-def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path):
-    folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
-    (shard,) = open_data(folder, vocab_size=VOCAB).splits["val"]
-    shard.path.unlink()
-    verifier = Verifier((Shard(shard.path, shard.tokens, shard.offset, "0" * 64),))
-    verifier.touch(0)
-    with pytest.raises(DataError, match=rf"{shard.path.name}: cannot be read \(No such file"):
-        verifier.wait()
-    verifier.close()
-
-
-def test_a_verifier_that_fails_is_heard_by_whoever_waits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_shard_that_vanishes_is_named_and_a_verifier_that_fails_is_heard(
+    tmp_path, monkeypatch, fails
+):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
-    monkeypatch.setattr(Verifier, "_verify", Mock(side_effect=MemoryError("no room for a block")))
-    verifier = Verifier((dataclasses.replace(shard, sha256="0" * 64),))
+    shard.path.unlink()
+    expected, said = DataError, rf"{shard.path.name}: cannot be read \(No such file"
+    if fails:
+        expected, said = MemoryError, "no room for a block"
+        monkeypatch.setattr(Verifier, "_verify", Mock(side_effect=MemoryError(said)))
+    verifier = Verifier((shard,))
     verifier.touch(0)
-    with pytest.raises(MemoryError, match="no room for a block"):
+    with pytest.raises(expected, match=said):
         verifier.wait()
     verifier.close()
 

@@ -1,26 +1,19 @@
 """shards.json edited by hand, with its hash made anew: one line that says what is wrong, or data that opens."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from corpora import TEXTS, run_prepare, write_jsonl
-from edited_manifests import Manifest, assert_edits_are_one_line_or_open, edited, write
+from corpora import TEXTS, prepare_parts, run_prepare, write_jsonl
+from edited_manifests import Manifest, assert_edits_are_one_line_or_open, edit, edited, write
 from gpt2lab.data.manifest import fingerprint_of, read_manifest
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import verify
 from gpt2lab.errors import DataError
-
-
-def edit(folder: Path, change: Callable[[Manifest], object]) -> None:
-    manifest = json.loads((folder / "shards.json").read_text())
-    change(manifest)
-    write(folder, manifest)
 
 
 def _first(manifest: Manifest) -> Manifest:
@@ -66,30 +59,20 @@ def test_a_size_that_contradicts_the_file_is_rejected(prepared, wrong):
     assert fingerprint_of({"a": 1, "folder": "moved"}) == fingerprint_of({"a": 1})
 
 
-def _ours(folder: Path) -> None:
-    run_prepare(write_jsonl(folder.with_suffix(".jsonl"), TEXTS), folder, val_tokens=100)
-
-
-def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path):
-    _ours(tmp_path / "data")
-    assert_edits_are_one_line_or_open(tmp_path / "data")
+def test_no_edit_of_a_manifest_raises_anything_but_one_line(prepared):
+    assert_edits_are_one_line_or_open(prepared)
 
 
 def test_no_edit_of_a_parts_manifest_breaks_a_merge_or_a_repetition(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    parts = [tmp_path / f"part{i}" for i in (1, 2)]
-
-    def prepare(number: int) -> None:
-        out = parts[number - 1]
-        run_prepare(source, out, part=(number, 2), group_bytes=2_000, val_tokens=200)
-
-    prepare(1), prepare(2)
+    sizes = {"group_bytes": 2_000, "val_tokens": 200}
+    parts = prepare_parts(source, tmp_path, 2, **sizes)
+    again = partial(run_prepare, source, parts[0], part=(1, 2), **sizes)
     original = read_manifest(parts[0])
     outcomes = set()
-
     for number in range(60):
         write(parts[0], edited(original, random.Random(number)))
-        for act in (lambda: merge(tmp_path / "out", parts), lambda: prepare(1)):
+        for act in (partial(merge, tmp_path / "out", parts), again):
             try:
                 act()
                 outcomes.add("done")

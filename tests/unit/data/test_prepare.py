@@ -108,12 +108,6 @@ def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path):
     assert found == set(texts)
 
 
-def test_another_text_column_is_read_when_asked_for(tmp_path):
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
-    run_prepare(source, tmp_path / "out", text_column="content")
-    assert_divided(tmp_path / "out", TEXTS)
-
-
 @pytest.mark.parametrize(
     ("words", "val_tokens"), [(24, None), (40, 5000), (1000, None), (1000, 5000)]
 )
@@ -125,6 +119,9 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(tmp_path, 
     assert data.tokens("train") >= data.tokens("val") >= 2  # one window of T = 1 at least
     assert joined(tmp_path / "out") == expected_stream([text])
     assert json.loads((tmp_path / "out" / "shards.json").read_text())["split"]["held_out"] == "cut"
+    (tmp_path / "long.txt").write_text("".join(TEXTS))  # of which the end is as long as asked for
+    result = run_prepare(tmp_path / "long.txt", tmp_path / "long", val_tokens=321)
+    assert result.total("tokens", "val") == 321
 
 
 @pytest.mark.parametrize("text", ["", "a", "hello world"])
@@ -385,13 +382,14 @@ def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path):
     assert_divided(tmp_path / "out", [TEXTS[1], TEXTS[2], TEXTS[0]])
 
 
-def test_data_go_where_a_link_points(tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 500)
+def test_data_go_where_a_link_points_and_come_from_the_column_that_is_asked_for(tmp_path):
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
     (tmp_path / "big disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "big disk")
-    run_prepare(tmp_path / "a.txt", tmp_path / "out")
+    run_prepare(source, tmp_path / "out", text_column="content")
     assert (tmp_path / "big disk" / "shards.json").is_file()
     assert (tmp_path / "out").is_symlink()
+    assert_divided(tmp_path / "out", TEXTS)
 
 
 def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path):

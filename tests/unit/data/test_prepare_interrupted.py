@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import corpora
-from corpora import MANY, assert_divided, ids_of, run_prepare, snapshot, write_jsonl
+from corpora import MANY, assert_divided, ids_of, prepare_parts, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import encode, pipeline, write
 from gpt2lab.data.prepare.assemble import merge
@@ -133,14 +133,12 @@ def test_unfinished_work_of_another_command_is_rejected_and_kept(corpus, tmp_pat
     assert_divided(tmp_path / "out", MANY)
 
 
-def test_a_full_disk_before_the_first_group_leaves_nothing(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "data.before_rename:enospc@0")
-    with pytest.raises(DataError, match=r"out: cannot be written \(No space"):
-        run_prepare(corpus, tmp_path / "out")
+def test_a_full_disk_leaves_nothing_and_two_preparations_do_not_mix(corpus, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("FAULT", "data.before_rename:enospc@0")  # before the first group
+        with pytest.raises(DataError, match=r"out: cannot be written \(No space"):
+            run_prepare(corpus, tmp_path / "out")
     assert os.listdir(tmp_path) == ["corpus"]
-
-
-def test_two_preparations_of_one_folder_do_not_mix(corpus, tmp_path):
     (tmp_path / "out.partial").mkdir()
     with open(tmp_path / "out.partial" / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -320,33 +318,23 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     assert found == corpora.expected_stream([text])
 
 
-def parts_of(source: Path, folder: Path, count: int, **sizes: int) -> list[Path]:
-    folders = [folder / f"part{i}" for i in range(1, count + 1)]
-    for i, part in enumerate(folders, start=1):
-        run_prepare(source, part, part=(i, count), **({"group_bytes": 5_000} | sizes))
-    return folders
-
-
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("more", [{}, {"max_tokens": 4002, "val_tokens": 401}])
 def test_merged_parts_are_the_work_of_one_machine_byte_for_byte(corpus, tmp_path, more):
     sizes = {"shard_tokens": 1500, "val_tokens": 600, "group_bytes": 5_000} | more
     run_prepare(corpus, tmp_path / "one", **sizes)
     for count in (2, 3):
-        parts = parts_of(corpus, tmp_path / str(count), count, **sizes)
+        parts = prepare_parts(corpus, tmp_path / str(count), count, **sizes)
         merge(tmp_path / f"of {count}", parts[::-1])
         assert snapshot(tmp_path / f"of {count}") == snapshot(tmp_path / "one")
-
-
-def test_more_parts_than_groups_are_refused(corpus, tmp_path):
-    with pytest.raises(DataError, match="part 1/3: "):
+    with pytest.raises(DataError, match="part 1/3: "):  # of one group
         run_prepare(corpus, tmp_path / "out", part=(1, 3))
 
 
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("case", ["missing", "twice", "whole", "other", "damaged", "there"])
 def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path, case, wording):
-    parts = parts_of(corpus, tmp_path, 3, shard_tokens=1500)
+    parts = prepare_parts(corpus, tmp_path, 3, shard_tokens=1500, group_bytes=5_000)
     given = list(parts)
     if case == "missing":
         del given[1]
@@ -356,7 +344,7 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path
         run_prepare(corpus, tmp_path / "single")
         given[0] = tmp_path / "single"
     if case == "other":
-        given[1] = parts_of(corpus, tmp_path / "others", 3, group_bytes=6_000)[1]
+        given[1] = prepare_parts(corpus, tmp_path / "others", 3, group_bytes=6_000)[1]
     if case == "damaged":
         path = next(parts[1].glob("*_train_000000.npy"))
         np.save(path, np.load(path)[::-1].copy())

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from corpora import TEXTS, assert_divided, run_prepare, snapshot, write_jsonl
-from gpt2lab.data.manifest import write_manifest
+from corpora import TEXTS, assert_divided, prepare_parts, run_prepare, snapshot, write_jsonl
+from edited_manifests import Manifest, edit
 from gpt2lab.data.prepare import work, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncoderPool, TextChunk, encode_chunks
@@ -22,16 +22,13 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(600)]
 
 
-def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path):
+def test_the_size_of_a_text_is_estimated_also_where_a_file_is_empty_or_a_line_long(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number, text in enumerate(MANY[:200]):
         (folder / f"{number:03d}.txt").write_text(text if number else "")
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert open_source(str(folder), text_column="text").text_bytes() == size
-
-
-def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path):
     texts = ["word " * 300_000 for _ in range(4)]
     path = write_jsonl(tmp_path / "corpus.jsonl", texts)
     estimate = open_source(str(path), text_column="text").text_bytes()
@@ -49,12 +46,9 @@ def test_few_long_documents_lose_little_of_their_text(count, tokens, wanted):
     assert rule.cap == wanted // 12
 
 
-def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left():
+def test_half_of_the_text_is_left_and_copies_of_a_held_out_document_share_one_cap():
     assert rule_by_documents(100, [(1, 700), (2, 300)], 1000) is None
     assert rule_by_documents(100, [(1, 400), (2, 600)], 1000), "the first alone may be longer"
-
-
-def test_copies_of_a_held_out_document_share_one_cap():
     divider = Divider(SplitRule(threshold=KEYS, cap=1024), budget=None)
     copies = encode_chunks([TextChunk("copied " * 150, begins=True)] * 20, GPT2)
     others = encode_chunks([TextChunk("another " * 150, begins=True)], GPT2)
@@ -66,12 +60,6 @@ def test_copies_of_a_held_out_document_share_one_cap():
     for chunks in (long, rest, rest):
         divider.divide(chunks)
     assert [tokens for _, tokens in divider.smallest()] == [len(long.ids) + 2 * len(rest.ids)]
-
-
-def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(MANY))
-    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=321)
-    assert result.total("tokens", "val") == 321
 
 
 def test_a_small_file_beside_a_large_one_has_no_group_of_its_own():
@@ -95,22 +83,18 @@ def test_groups_with_little_text_have_no_shards_of_their_own(tmp_path, monkeypat
     assert_divided(tmp_path / "one", MANY[:400])
     manifest = json.loads((tmp_path / "one" / "shards.json").read_text())
     assert all(file["tokens"] >= 300 for file in manifest["files"])
-    for i in (1, 2, 3):
-        run_prepare(folder, tmp_path / f"p{i}", part=(i, 3), **sizes)
-    merge(tmp_path / "merged", [tmp_path / f"p{i}" for i in (1, 2, 3)])
+    merge(tmp_path / "merged", prepare_parts(folder, tmp_path, 3, **sizes))
     assert snapshot(tmp_path / "merged") == snapshot(tmp_path / "one")
 
 
 def test_parts_divided_by_other_rules_do_not_merge(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
-    sizes = {"group_bytes": 6_000, "val_tokens": 700}
-    parts = [tmp_path / "p1", tmp_path / "p2"]
-    for number, part in enumerate(parts, 1):
-        run_prepare(source, part, part=(number, 2), **sizes)
-    manifest = json.loads((parts[1] / "shards.json").read_text())
-    manifest["split"]["threshold"] -= 1
-    (parts[1] / "shards.json").unlink()
-    write_manifest(parts[1], manifest)
+    parts = prepare_parts(source, tmp_path, 2, group_bytes=6_000, val_tokens=700)
+
+    def lower(manifest: Manifest) -> None:
+        manifest["split"]["threshold"] -= 1
+
+    edit(parts[1], lower)
     with pytest.raises(DataError, match="of another source or with other options"):
         merge(tmp_path / "out", parts)
 
