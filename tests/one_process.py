@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +56,14 @@ def disturbed(config: ModelConfig) -> GPT:
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def only_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Dynamo trace and count, and write no code."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
 
 
 def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:

@@ -28,18 +28,19 @@ from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 from tiny import parse
 
-SET = ("CUBLAS_WORKSPACE_CONFIG",)
-
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[None]:
     """Have torch say that there is one GPU, and put its switches back afterwards."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *SET):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")  # so that what a test leaves there is taken away
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
     before = torch.get_float32_matmul_precision()
     with warnings.catch_warnings():
@@ -57,7 +58,7 @@ def test_fp32_stays_fp32_where_a_container_says_tf32(gpu):
     torch.set_float32_matmul_precision("high")  # as where TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
     assert use() == torch.device("cuda", 0)
     assert torch.get_float32_matmul_precision() == "highest"
-    assert not set(SET) & set(os.environ)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication", stacklevel=1)
 
 
@@ -67,11 +68,6 @@ def test_a_gpu_forgets_the_kernels_of_a_cpu_in_the_same_process(gpu):
     assert torch.are_deterministic_algorithms_enabled()
     use()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_deterministic_mode_is_set_before_anything_reads_it(gpu):
-    use(deterministic=True)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -101,12 +97,9 @@ def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(wanted, dtype, devi
     assert resolve_residual_dtype(wanted, dtype, torch.device(device)) == found
 
 
-def test_a_bf16_residual_stream_beside_fp32_products_is_rejected():
+def test_a_residual_stream_and_gathering_in_bf16_beside_fp32_products_are_rejected():
     with pytest.raises(ConfigError, match="residual_dtype bf16 needs --dtype bf16"):
         resolve_residual_dtype("bf16", "fp32", torch.device("cpu"))
-
-
-def test_gathering_in_bf16_beside_fp32_products_is_rejected():
     system = SystemConfig(dtype="fp32", parallel="fsdp", fsdp_param_dtype="bf16")
     with pytest.raises(ConfigError, match="use --dtype bf16, or --fsdp_param_dtype fp32"):
         check_fsdp_param_dtype(system)
@@ -114,15 +107,17 @@ def test_gathering_in_bf16_beside_fp32_products_is_rejected():
         check_fsdp_param_dtype(dataclasses.replace(system, **change))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])
-def test_cublas_buffers_of_the_users_own_are_taken_or_rejected(buffers, taken, gpu, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", buffers)
-    if taken:
+def test_deterministic_mode_sets_cublas_buffers_and_takes_or_rejects_the_users_own(
+    gpu, monkeypatch
+):
+    use(deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    use(deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 is not determ"):
         use(deterministic=True)
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == buffers
-    else:
-        with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 is not determ"):
-            use(deterministic=True)
 
 
 def test_more_processes_than_gpus_are_rejected(gpu, monkeypatch):
@@ -158,9 +153,6 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
         return "efficient"
 
     monkeypatch.setattr(attention_backend, "choose", choose)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
     start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
@@ -190,9 +182,6 @@ def test_a_compiled_run_records_its_loss_kernel(gpu, tiny_flags, monkeypatch, wa
     monkeypatch.setitem(sys.modules, "gpt2lab.model.loss_kernel", chosen)
     monkeypatch.setattr("gpt2lab.model.loss_kernel", chosen, raising=False)
     monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "efficient")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # a CUDA build asks the card
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
     start = resolve(parse([*tiny_flags, "--compile=on"]), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()

@@ -15,6 +15,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.train_step import train_step
+from one_process import only_trace
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,17 +53,9 @@ def _steps(
     return losses, model
 
 
-def _only_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Dynamo trace and count, and write no code."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
-
-
 def _count(layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, int]:
     """Return what Dynamo traced."""
-    _only_trace(monkeypatch)
+    only_trace(monkeypatch)
     _steps(layers, compile="on", **options)
     monkeypatch.undo()
     assert not counters["graph_break"]

@@ -23,7 +23,7 @@ from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.training.resolve import resolve
 from one_process import Operators
-from tiny import parse
+from tiny import flags_for, parse
 from whole_run import Run
 
 STEPS = 20
@@ -32,15 +32,14 @@ COUNTER = launch.WORKERS / "count_traffic.py"
 # 257 rows of the embedding, which two processes cannot share evenly.
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
 PADDED = 4 * (count_parameters(MODEL) + MODEL.n_embd)  # bytes, with the embedding's 258th row
-RUN = HOW = ("--vocab_size=257", f"--max_steps={STEPS}", "--eval_freq=10", "--checkpoint_freq=5")
+HOW = {"vocab_size": 257, "max_steps": STEPS, "eval_freq": 10, "checkpoint_freq": 5}
+RUN = flags_for(**HOW)
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_run) -> Run:
     """Return the run of one process."""
-    run = tiny_run(*HOW)
-    run.train()
-    return run
+    return tiny_run(**HOW)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def by_two(tiny_run) -> Callable[..., tuple[Run, dict[str, Any]]]:
 
     @functools.cache
     def run(mode: str, optimizer: str) -> tuple[Run, dict[str, Any]]:
-        one = tiny_run(*HOW)
+        one = tiny_run(*RUN)
         said = one.train(world=2, program=COUNTER, parallel=mode, optimizer=optimizer)
         counted = [json.loads(line[8:]) for line in said.splitlines() if line[:8] == "counted "]
         assert len(counted) == 2
@@ -71,7 +70,7 @@ def test_two_processes_train_as_one(mode, by_two, alone):
 
 @pytest.fixture(scope="module")
 def speedrun(tiny_run) -> Run:
-    return tiny_run(*HOW, model="speedrun")
+    return tiny_run(**HOW, model="speedrun")
 
 
 @pytest.mark.slow
@@ -144,7 +143,7 @@ def test_gathering_in_bf16_changes_no_bit_of_a_step_and_halves_what_is_gathered(
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_the_other_precision_of_gathering_where_that_is_allowed(tiny_run):
-    how = (*HOW, "--dtype=bf16", "--parallel=fsdp", "--mini_batch_size=4", "--sample_freq=10")
+    how = (*RUN, "--dtype=bf16", "--parallel=fsdp", "--mini_batch_size=4", "--sample_freq=10")
     expected, run = tiny_run(*how), tiny_run(*how)
     expected.train(world=2, program=COUNTER)
     run.train(world=2, program=COUNTER, fsdp_param_dtype="bf16")
@@ -165,7 +164,7 @@ def test_a_run_goes_on_in_the_other_precision_of_gathering_where_that_is_allowed
 def test_a_run_wanders_through_modes_and_worlds(optimizer, by_two, tiny_run, run, capsys):
     """2 x ddp, 4 x fsdp, one process, 2 x zero1: owners of matrices change, and all that belongs to them goes along."""
     run.flags.append(f"--optimizer={optimizer}")
-    alone = tiny_run(*HOW, f"--optimizer={optimizer}", max_steps=STEPS)
+    alone = tiny_run(**HOW, optimizer=optimizer)
     copied(by_two("ddp", optimizer)[0], run)
     fsdp = ("--parallel=fsdp", "--activation_checkpointing=block", "--mini_batch_size=1")
     run.train("--resume=5", *fsdp, "--stop_after_steps=10", world=4)
@@ -194,24 +193,16 @@ def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path):
 def test_evaluation_hellaswag_and_samples_are_those_of_one_process(tiny_run, tmp_path):
     # A copy: what was tokenized is kept beside the items.
     items = shutil.copy(launch.REPOSITORY / "tests/golden/hellaswag_items.jsonl", tmp_path)
-    more = (
-        *("--vocab_size=50304", "--max_steps=2", f"--hellaswag_path={items}", "--eval_freq=1"),
-        *("--hellaswag_limit=8", "--hellaswag_freq=1", "--sample_freq=1", "--sample_tokens=8"),
-    )
-    alone, fsdp = tiny_run(*HOW, *more), tiny_run(*HOW, *more)
-    alone.train()
-    fsdp.train("--parallel=fsdp", world=2)
-    for kind, keys in (
-        ("eval", ("val_loss", "val_tokens")),
-        ("hellaswag", ("acc", "acc_norm", "n")),
-        ("sample", ("text",)),
-    ):
-        one, other = alone.events(kind), fsdp.events(kind)
-        assert len(one) == len(other) > 0, kind
-        for mine, theirs in zip(one, other, strict=True):
-            for key in keys:
-                expected = theirs[key] if key == "text" else pytest.approx(theirs[key], rel=1e-5)
-                assert mine[key] == expected, (kind, key)
+    more = HOW | {"vocab_size": 50304, "max_steps": 2, "hellaswag_path": items, "eval_freq": 1}
+    more |= {"hellaswag_limit": 8, "hellaswag_freq": 1, "sample_freq": 1, "sample_tokens": 8}
+    alone, fsdp = tiny_run(**more), tiny_run(**more, parallel="fsdp", world=2)
+    for kind, *keys in (("eval", "val_loss", "val_tokens"), ("hellaswag", "acc", "acc_norm", "n")):
+        one, other = ([{k: e[k] for k in keys} for e in run.events(kind)] for run in (alone, fsdp))
+        assert one, kind
+        assert one == [pytest.approx(event, rel=1e-5) for event in other], kind
+    texts = [[event["text"] for event in run.events("sample")] for run in (alone, fsdp)]
+    assert texts[0]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow

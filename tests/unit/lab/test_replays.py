@@ -1,7 +1,6 @@
 """What replay makes of runs that are compiled by region, and of runs whose optimizer changed."""
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
@@ -9,16 +8,14 @@ from gpt2lab.lab.replay import open_replay
 from gpt2lab.lab.step_tokens import RecordedRun
 from gpt2lab.lab.why_spike import contributions
 from gpt2lab.training.recipe import PRETRAINING
+from one_process import only_trace
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(tiny_run, monkeypatch):
     """The step is traced, for its micro-batch; a row alone would be traced as another shape."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
+    only_trace(monkeypatch)
     deep = {"n_layer": REGIONS_FROM_LAYERS, "n_embd": 16, "total_batch_size": 64, "max_steps": 4}
     deep |= {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 2, "compile": "on"}
     run = tiny_run(stop_after_steps=3, **deep)
