@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -130,19 +131,20 @@ def test_the_loss_kernel_of_gpus_is_cross_entropy():
     assert done.returncode == 0, done.stdout
 
 
-def test_fast_fp32_products_are_fp32():
-    try:
-        taken = runtime.use_fast_fp32_matmul()
-        assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
-        a = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
-        exact = (a.double() @ a.T.double()).float()
-        assert (a @ a.T - exact).abs().max() < 3e-6 * exact.abs().max()
-    finally:
-        torch.set_float32_matmul_precision("highest")
+@pytest.fixture
+def precision_again() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
-def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch):
+@pytest.mark.usefixtures("precision_again")
+def test_fast_fp32_products_are_fp32_and_those_that_round_to_bf16_are_turned_back(monkeypatch):
     """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
+    taken = runtime.use_fast_fp32_matmul()
+    assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
+    a = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
+    exact = (a.double() @ a.T.double()).float()
+    assert (a @ a.T - exact).abs().max() < 3e-6 * exact.abs().max()
     real = torch.Tensor.__matmul__
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -150,11 +152,9 @@ def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch):
         return real(a.bfloat16(), b.bfloat16()).float() if rounds else real(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    try:
-        assert runtime.use_fast_fp32_matmul() is False
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest")
+    assert runtime.use_fast_fp32_matmul() is False
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.slow

@@ -21,15 +21,11 @@ def gradients(form: object, dtype: torch.dtype, *, trains_weight: bool) -> list[
 
 
 @pytest.mark.parametrize("trains_weight", [True, False])
-def test_gradients_are_those_of_torch(trains_weight):
+def test_gradients_are_those_of_torch_and_a_frozen_weight_costs_no_product(trains_weight):
     ours = gradients(SumsBiasByRow.apply, torch.float32, trains_weight=trains_weight)
     plain = gradients(F.linear, torch.float32, trains_weight=trains_weight)
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("trains_weight", [True, False])
-def test_a_frozen_weight_costs_no_product(trains_weight):
     x, weight = torch.randn(3, 64, 8), torch.randn(24, 8)
     needs = (not trains_weight, trains_weight)
     ctx = SimpleNamespace(saved_tensors=(x, weight), dtype=x.dtype, needs_input_grad=needs)
