@@ -191,14 +191,12 @@ def test_a_bad_request_gets_openai_s_error_object(port, name, wording):
     wording(error["message"])
 
 
-def test_an_empty_system_message_is_none_as_in_training(port):
+def test_what_changes_nothing_may_be_sent(port):
+    """An empty system message is none, as in training."""
     body = {"model": "tuned", "max_tokens": 4}
     plain = answer(port, CHAT, body | {"messages": HELLO})["usage"]
     empty = [{"role": "system", "content": " "}, *HELLO]
     assert answer(port, CHAT, body | {"messages": empty})["usage"] == plain
-
-
-def test_what_changes_nothing_may_be_sent(port):
     plain = text(port, max_tokens=4)["choices"]
     more = {"echo": False, "best_of": 1, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
     assert text(port, max_tokens=4, logit_bias={}, suffix=None, **more)["choices"] == plain
@@ -358,10 +356,13 @@ def test_what_cannot_be_served_is_said_before_torch_is_loaded(flags, token, monk
     wording(re.sub(r"--port \d{5}", "--port FREE", str(error.value).replace(number, "TAKEN")))
 
 
-def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+def test_a_missing_package_and_a_temperature_that_no_softmax_survives_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"no package uvicorn: pip install .*extra serve"):
         main(["serve", "no_run"])
+    check_sampling(SamplingParams(temperature=1e-5))
+    with pytest.raises(ConfigError, match="must be 0, or at least 1e-5"):
+        check_sampling(SamplingParams(temperature=1e-40))
 
 
 class Held:
@@ -446,9 +447,3 @@ def test_a_failure_of_the_model_is_an_error_object(stream, tuned, monkeypatch, c
     assert (status, error["type"]) == (200 if stream else 500, "server_error")
     assert "card" not in said
     assert "the card is gone" in capsys.readouterr().err
-
-
-def test_a_temperature_that_no_softmax_survives_is_rejected():
-    check_sampling(SamplingParams(temperature=1e-5))
-    with pytest.raises(ConfigError, match="must be 0, or at least 1e-5"):
-        check_sampling(SamplingParams(temperature=1e-40))
