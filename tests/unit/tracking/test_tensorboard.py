@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 import launch
 from ecosystem import works_with
@@ -49,8 +50,13 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     texts = {text.step: text.tensor_proto.string_val[0].decode() for text in shown}
     assert texts == {line["step"]: line["text"] for line in events if line["event"] == "sample"}
     assert set(texts) == {2, 4}
-    (settings,) = written.Tensors("hparams/text_summary")
-    assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
+    (table,) = written.Tensors("hparams/text_summary")
+    assert "| n_embd | 32 |" in table.tensor_proto.string_val[0].decode()
+    plugin = written.summary_metadata["_hparams_/session_start_info"].plugin_data
+    data = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
+    settings = data.session_start_info.hparams
+    assert settings["n_embd"].number_value == 32
+    assert settings["dtype"].string_value == "fp32"
 
 
 def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path):
@@ -108,33 +114,6 @@ def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path):
     assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
 
 
-def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path):
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
-    content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
-    plugin = content["_hparams_/session_start_info"].plugin_data
-    data = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-    settings = data.session_start_info.hparams
-    assert settings["n_embd"].number_value == 32
-    assert settings["dtype"].string_value == "fp32"
-
-
-def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path):
-    common = [*tiny_flags, "--use_tensorboard"]
-    pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
-    time.sleep(1.1)  # TensorBoard orders a run's files by the second in their name
-    pretrain(parse([*common, "--resume=2"]))
-    run_dir = tmp_path / "runs" / "tiny"
-    written = open_tensorboard(run_dir)
-    assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
-    assert [scalar.step for scalar in written.Scalars("Loss/validation")] == [0, 4]
-    current = current_events(read_events(run_dir), "step")
-    assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    seconds = {scalar.step: scalar.value for scalar in written.Scalars("Performance/step_time_ms")}
-    assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
-
-
 def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path):
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
@@ -154,16 +133,23 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def run_dir(tmp_path, tiny_flags) -> Path:
     """Return a run of four steps that was stopped after three, went back to step 2, and was mirrored all along."""
     flags = [*tiny_flags, "--vocab_size=50304", "--sample_tokens=2", "--use_tensorboard"]
-    flags += ["--max_steps=4", "--checkpoint_freq=1", "--eval_freq=2", "--sample_freq=2"]
+    flags += ["--max_steps=4", "--checkpoint_freq=1", "--eval_freq=1", "--sample_freq=2"]
     pretrain(parse([*flags, "--stop_after_steps=3"]))
+    time.sleep(1.1)  # TensorBoard orders a run's files by the second in their name
     pretrain(parse([*flags, "--resume=2"]))
     return tmp_path / "runs" / "tiny"
 
 
-def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(run_dir, tmp_path):
+def test_steps_taken_again_are_replaced_and_the_mirror_rebuilt_point_for_point(run_dir, tmp_path):
+    """With the times of the events."""
     own = points(run_dir / "tensorboard")
     assert [step for step, _ in own["Loss/train"]] == [1, 2, 3, 4]
-    assert "tensorboard: 9 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
+    assert [step for step, _ in own["Loss/validation"]] == [0, 1, 2, 3, 4]
+    current = current_events(read_events(run_dir), "step")
+    assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    milliseconds = dict(own["Performance/step_time_ms"])[3]
+    assert milliseconds == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
+    assert "tensorboard: 11 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
     assert points(run_dir / "tensorboard") == own
     (file,) = (run_dir / "tensorboard").iterdir()
     read = EventAccumulator(str(file))
@@ -173,16 +159,13 @@ def test_the_mirror_is_rebuilt_point_for_point_with_the_times_of_the_events(run_
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
 
 
-def test_a_run_that_goes_on_is_left_alone(run_dir, tmp_path):
+def test_a_run_that_goes_on_is_left_alone_and_what_is_no_run_rejected(run_dir, tmp_path):
     before = sorted((run_dir / "tensorboard").iterdir())
     with contextlib.closing(RunFolder(run_dir)):
         code, line = ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
     assert (code, "in use by process" in line) == (2, True)
     assert sorted((run_dir / "tensorboard").iterdir()) == before
-
-
-def test_what_is_not_a_run_is_rejected(tmp_path):
-    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    (tmp_path / "runs" / "empty").mkdir()
     assert "not the folder of a run" in ask("runs rebuild-tensorboard", "empty", folder=tmp_path)[1]
     assert list((tmp_path / "runs" / "empty").iterdir()) == []
 

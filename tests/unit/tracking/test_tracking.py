@@ -235,22 +235,21 @@ def test_a_log_that_was_repaired_is_continued_where_it_was(recorder, tmp_path):
         sync(tmp_path)
 
 
-def test_a_record_names_no_run_that_is_not_of_this_project(recorder, tmp_path):
+def test_one_process_sends_to_each_place_and_to_runs_of_this_project_alone(recorder, tmp_path):
     """The id of a downloaded run would be one of the user's own runs, or a part of MLflow's query."""
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
-    sync(tmp_path)
-    record = tmp_path / "trackers" / "trackio.json"
-    edit_json(record, id="x' OR tags.y = 'z")
-    with pytest.raises(ConfigError):
-        sync(tmp_path)
-
-
-def test_another_place_gets_everything(recorder, tmp_path):
-    write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
-    sync(tmp_path)
-    recorder.where = "there"
+    (tmp_path / "trackers").mkdir()
+    with open(tmp_path / "trackers" / "trackio.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InUseError, match="another process sends it to trackio now"):
+            sync(tmp_path)
+    assert sync(tmp_path) == 1
+    recorder.where = "there"  # gets everything
     assert sync(tmp_path) == 1
     assert len(set(recorder.runs)) == 2
+    edit_json(tmp_path / "trackers" / "trackio.json", id="x' OR tags.y = 'z")
+    with pytest.raises(ConfigError):
+        sync(tmp_path)
 
 
 def test_a_library_that_fails_leaves_what_it_did_not_take_for_later(
@@ -270,16 +269,6 @@ def test_a_library_that_fails_leaves_what_it_did_not_take_for_later(
             sync(tmp_path)
     assert 0 < sync(tmp_path) < 120
     assert [row.step for row in recorder.rows] == list(range(1, 121))
-
-
-def test_two_processes_never_send_the_same_run(recorder, tmp_path):
-    write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
-    (tmp_path / "trackers").mkdir()
-    with open(tmp_path / "trackers" / "trackio.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(InUseError, match="another process sends it to trackio now"):
-            sync(tmp_path)
-    assert sync(tmp_path) == 1
 
 
 def test_secrets_are_taken_out_of_messages(monkeypatch):
