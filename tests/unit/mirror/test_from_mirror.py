@@ -146,13 +146,19 @@ def test_a_step_that_only_the_mirror_has_is_not_fetched(there):
     assert "no checkpoint of step 2; --resume latest fetches the newest one from file://" in said
 
 
-def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored):
+def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored, bucket):
+    """And where they were deleted, a fresh start leaves the copies alone."""
     for path in mirrored.path.glob("step_*/state.json"):
         path.write_bytes(b"{}")
     mirrored.train("--resume=latest")
     assert mirrored.events("resume")[-1]["from_step"] == 4
     assert list(mirrored.path.glob("corrupt-step_00000004-*"))
     assert any("step_00000004" in event["message"] for event in mirrored.events("warning"))
+    for path in mirrored.path.glob("step_*"):
+        shutil.rmtree(path)
+    before = sorted(bucket.rglob("*"))
+    assert "--resume latest" in str(mirrored.rejected())
+    assert sorted(bucket.rglob("*")) == before
 
 
 def test_a_run_that_lost_its_log_is_told_what_to_do(mirrored, run):
@@ -253,14 +259,6 @@ def test_a_rescue_whose_event_cannot_be_written_has_worked(run, monkeypatch):
     with pytest.raises(RuntimeError, match="the first error"):
         run.train(*COMMON)
     assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
-
-
-def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(mirrored, bucket):
-    for path in mirrored.path.glob("step_*"):
-        shutil.rmtree(path)
-    before = sorted(bucket.rglob("*"))
-    assert "--resume latest" in str(mirrored.rejected())
-    assert sorted(bucket.rglob("*")) == before
 
 
 class Broken(MemoryFileSystem):

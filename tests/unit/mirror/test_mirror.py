@@ -102,8 +102,12 @@ def test_a_damaged_copy_is_never_fetched(file, damage, copied, bucket, fresh):
 
 
 @pytest.mark.parametrize(("mebibytes", "is_recorded"), [(1, True), (200, True), (200, False)])
-def test_a_log_that_unpacks_to_something_else_is_never_kept(mebibytes, is_recorded, copied, fresh):
+def test_a_log_that_unpacks_to_something_else_is_never_kept(
+    mebibytes, is_recorded, copied, run_dir, fresh
+):
     """Copies of older versions record no size and hash; none of ours shrinks to a thousandth."""
+    log = gzip.decompress((copied.path / "metrics.jsonl.gz").read_bytes())
+    assert log == (run_dir / "metrics.jsonl").read_bytes()
     about = json.loads((copied.path / "of_run.json").read_text())
     with gzip.open(copied.path / "metrics.jsonl.gz", "wb") as file:
         file.writelines(bytes(1 << 20) for _ in range(mebibytes))
@@ -264,8 +268,11 @@ def test_a_copy_in_a_folder_is_on_disk_before_its_manifest_has_a_name(run_dir, m
 
 
 def test_two_runs_of_one_name_do_not_mix(url, run_dir, tmp_path):
+    """One that died before its first copy is replaced."""
     other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
+    third = new_run(tmp_path / "third" / "run", FIRST_LINE.replace("1.0", "3.0"))
     mirror = connect(url, "run")
+    mirror._claim(third)
     copy_to(mirror, commit(run_dir, 1))
     with pytest.raises(ConfigError, match="another run of this name"):
         copy_to(mirror, commit(other, 2))
@@ -274,45 +281,31 @@ def test_two_runs_of_one_name_do_not_mix(url, run_dir, tmp_path):
     assert steps(connect(url, "run")) == [1]
 
 
-def test_a_run_that_died_before_its_first_copy_is_replaced(url, run_dir, tmp_path):
-    other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
-    mirror = connect(url, "run")
-    mirror._claim(run_dir)
-    copy_to(mirror, commit(other, 2))
-    assert steps(mirror) == [2]
-
-
 @pytest.mark.parametrize(
-    ("text", "is_claimed"), [("", True), ('{"format": "gpt2la', True), ('{"format": "x/2"}', False)]
+    ("name", "text", "is_claimed"),
+    [
+        *(("mirror.json", "", True), ("mirror.json", '{"format": "gpt2la', True)),
+        *(("mirror.json", '{"format": "x/2"}', False), ("thesis.tex", "years of work", False)),
+    ],
 )
-def test_a_torn_owner_is_written_again_and_anothers_is_left(text, is_claimed, run_dir, tmp_path):
-    place = tmp_path / "bucket" / "run"
-    place.mkdir(parents=True)
-    (place / "mirror.json").write_text(text)
-    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 1)
+def test_a_torn_owner_is_written_again_and_files_of_others_are_left(
+    name, text, is_claimed, run_dir, bucket
+):
+    (bucket / "run").mkdir()
+    (bucket / "run" / name).write_text(text)
+    mirror, folder = connect(f"file://{bucket}", "run"), commit(run_dir, 1)
     if is_claimed:
         copy_to(mirror, folder)
         assert steps(mirror) == [1]
     else:
         with pytest.raises(ConfigError, match="holds other files"):
             copy_to(mirror, folder)
-        assert (place / "mirror.json").read_text() == text
+        assert contents(bucket / "run") == {name: text.encode()}
 
 
-def test_files_of_others_are_neither_claimed_nor_deleted(run_dir, tmp_path):
-    place = tmp_path / "bucket" / "run"
-    place.mkdir(parents=True)
-    (place / "thesis.tex").write_text("years of work")
-    mirror = connect(f"file://{tmp_path / 'bucket'}", "run")
-    with pytest.raises(ConfigError, match="holds other files"):
-        copy_to(mirror, commit(run_dir, 1))
-    assert [path.name for path in place.iterdir()] == ["thesis.tex"]
-
-
-def test_copies_are_retired_by_the_runs_rules_and_nothing_else_is(run_dir, tmp_path, monkeypatch):
-    bucket = tmp_path / "bucket" / "run"
-    bucket.parent.mkdir()
-    mirror = connect(f"file://{bucket.parent}", "run")
+def test_copies_are_retired_by_the_runs_rules_and_nothing_else_is(run_dir, bucket, monkeypatch):
+    url, bucket = f"file://{bucket}", bucket / "run"
+    mirror = connect(url, "run")
     copy_to(mirror, *(commit(run_dir, step) for step in range(1, 7)))
     catalog.set_label(run_dir, "best", 2)
     torn = next(bucket.glob("step_00000001-*"))
@@ -322,7 +315,7 @@ def test_copies_are_retired_by_the_runs_rules_and_nothing_else_is(run_dir, tmp_p
     (bucket / "step_00000003-abcdabcd" / "mine.txt").write_text("mine")
     third = next(path for path in bucket.glob("step_00000003-*") if (path / "of_run.json").exists())
     (third / "mine.txt").write_text("mine")
-    mirror = connect(f"file://{bucket.parent}", "run")
+    mirror = connect(url, "run")
     deleted: list[tuple[str, str]] = []
     delete = mirror.fs.rm_file
 
@@ -335,7 +328,7 @@ def test_copies_are_retired_by_the_runs_rules_and_nothing_else_is(run_dir, tmp_p
     for copy in dict.fromkeys(copy for copy, _ in deleted):
         names = [name for of, name in deleted if of == copy]
         assert (names[0], names[-1]) == ("manifest.json", "of_run.json")
-    assert steps(connect(f"file://{bucket.parent}", "run")) == [6, 5, 2]
+    assert steps(connect(url, "run")) == [6, 5, 2]
     assert not torn.exists()
     assert len(list(bucket.rglob("mine.txt"))) == 3
     mirror.retire({}, keep=1, keep_emergency=1)
@@ -376,33 +369,29 @@ else:
 """
 
 
-def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
-    done = launch.python("-c", _PROGRAM, verb, url, folder, FAULT=f"{fault}:kill9@1")
-    assert done.returncode == -9, done.stderr
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
-def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, bucket):
-    url, folder = f"file://{bucket}", commit(run_dir, 1)
-    run_killed("upload", url, folder, f"mirror.upload.{file}")
-    mirror = connect(url, "run")
-    assert steps(mirror) == []
-    copy_to(mirror, folder)
-    assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
-
-
 @pytest.mark.parametrize(
-    "point", ["download.model.safetensors", "download.manifest.json", "before_rename"]
+    "point",
+    [
+        *(f"upload.{name}" for name in ("model.safetensors", "state.json", "manifest.json")),
+        *("download.model.safetensors", "download.manifest.json", "before_rename"),
+    ],
 )
-def test_killed_in_a_download_leaves_nothing_like_a_checkpoint(point, run_dir, fresh, bucket):
-    url, folder = f"file://{bucket}", commit(run_dir, 1)
+def test_a_kill_in_a_copy_leaves_nothing_like_a_checkpoint(point, run_dir, fresh, bucket):
+    url, folder, uploads = f"file://{bucket}", commit(run_dir, 1), point.startswith("upload")
     mirror = connect(url, "run")
-    copy_to(mirror, folder)
-    run_killed("fetch", url, fresh, f"mirror.{point}")
-    assert catalog.list_checkpoints(fresh) == ([], [])
-    assert list(fresh.glob(".tmp-mirror-*"))
-    catalog.sweep(fresh)
-    assert not list(fresh.glob(".tmp-mirror-*"))
+    if not uploads:
+        copy_to(mirror, folder)
+    words = ("upload", url, folder) if uploads else ("fetch", url, fresh)
+    done = launch.python("-c", _PROGRAM, *words, FAULT=f"mirror.{point}:kill9@1")
+    assert done.returncode == -9, done.stderr
+    if uploads:
+        assert steps(mirror) == []
+        copy_to(mirror, folder)
+    else:
+        assert catalog.list_checkpoints(fresh) == ([], [])
+        assert list(fresh.glob(".tmp-mirror-*"))
+        catalog.sweep(fresh)
+        assert not list(fresh.glob(".tmp-mirror-*"))
     assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
 
 
@@ -417,8 +406,3 @@ def test_killed_in_a_download_leaves_nothing_like_a_checkpoint(point, run_dir, f
 def test_status_says_how_far_the_mirror_is(mirror, wording):
     wording(describe_mirror({"mirror": mirror}))
     assert describe_mirror({}) is None
-
-
-def test_the_log_of_a_copy_is_plain_gzip(copied, run_dir):
-    log = gzip.decompress((copied.path / "metrics.jsonl.gz").read_bytes())
-    assert log == (run_dir / "metrics.jsonl").read_bytes()
