@@ -158,16 +158,13 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(folder, pa
     assert order.epoch_of(len(rows)) == 1
 
 
-def test_what_is_held_out_depends_on_texts_alone():
+def test_what_is_held_out_depends_on_texts_alone_and_the_demo_is_usable():
     digests = [f"{n:03d}" for n in range(50)]
     chosen = choose_held_out(digests, 0.1)
     shuffled = random.Random(0).sample(digests, 50)
     assert len(chosen) == 5
     assert choose_held_out([*shuffled, *shuffled], 0.1) == chosen
     assert len(choose_held_out(digests[:3], 0.01)) == 1
-
-
-def test_the_demo_conversations_are_usable():
     conversations = read_conversations("demo")
     assert len(conversations) >= 60
     assert len({one.turns for one in conversations}) == len(conversations)

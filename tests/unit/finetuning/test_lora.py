@@ -33,7 +33,6 @@ from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 from gpt2lab.training.train_step import train_step
 from launch import ask
 
-SCRIPTS = launch.REPOSITORY / "scripts"
 TUNING = TuningConfig(lora_r=4, lora_alpha=8.0, lora_targets="attn.c_attn,c_fc,c_proj")
 
 
@@ -105,6 +104,9 @@ def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder
     assert total == checkpoint_bytes(read_config(run))
     told = "trains         512 parameters; the others are frozen"  # r (in + out) of each layer
     assert told in (run / "log.txt").read_text()
+    flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=lora", "--resume=latest"]
+    with pytest.raises(ConfigError, match="lora_r 2 -> 4"):  # another architecture
+        finetune([*flags, "--lora_r=4"])
 
 
 def test_the_commands_see_the_merged_weights(folder, tmp_path):
@@ -124,12 +126,6 @@ def test_the_commands_see_the_merged_weights(folder, tmp_path):
         assert torch.equal(again[name], parameter[: len(again[name])])
         tuned = name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))
         assert torch.equal(again[name], base[name][: len(again[name])]) == (not tuned)
-
-
-def test_another_rank_is_another_architecture(folder):
-    flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=lora", "--resume=latest"]
-    with pytest.raises(ConfigError, match="lora_r 2 -> 4"):
-        finetune([*flags, "--lora_r=4"])
 
 
 def without_padding(model: GPT) -> GPT:
