@@ -1,5 +1,6 @@
 """Token files of other programs, written from their specifications and not by the code that reads them."""
 
+import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,21 @@ def write_raw(path: Path, made: Documents, *, kind: str = "H", head: bytes = b""
     """Write as nanoGPT's prepare.py: ids, and nothing else."""
     ids = flat(made)
     path.write_bytes(head + struct.pack(f"<{len(ids)}{kind}", *ids))
+
+
+SPEECH = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
+
+
+def write_characters(folder: Path) -> Path:
+    """Write SPEECH as nanoGPT's prepare.py of characters: both splits, and meta.pkl."""
+    characters = sorted(set(SPEECH))
+    ids = {one: id for id, one in enumerate(characters)}
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.array([ids[one] for one in SPEECH], "<u2").tofile(folder / f"{name}.bin")
+    meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
 
 
 GPT2 = ImportOptions(tokenizer="gpt2")

@@ -75,12 +75,7 @@ def test_a_run_of_the_api_is_a_run_of_the_command_line(run, tmp_path):
     assert found.metrics("hellaswag") == []
     with pytest.raises(ConfigError, match="'evals': step, eval, hellaswag, core, sample or"):
         found.metrics("evals")
-
-
-def test_another_length_replaces_that_of_a_runs_settings(run):
-    """They are taken as its config.json is: what is typed counts above it, of three units of one length too."""
-    run.train("--max_steps=2")
-    settings = gpt2lab.open_run(run.path).config
+    # They are taken as its config.json is: what is typed counts above it, of three units of one length too.
     tokens = 3 * settings["total_batch_size"]
     found = gpt2lab.train(settings, run_name="longer", max_tokens=tokens)
     assert [event["step"] for event in found.metrics()] == [1, 2, 3]

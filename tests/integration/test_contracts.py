@@ -295,16 +295,13 @@ def tree(folder: Path) -> list[str]:
     return sorted({re.sub(r"events\.out\.tfevents.*", "events.out.tfevents.*", n) for n in names})
 
 
-def test_the_files_of_a_run(golden, place):
+def test_the_files_of_a_run_and_their_keys(golden, place):
     runs = place.folder / "runs"
-    found = {name: tree(runs / name) for name in ("base", "modern", "tuned")}
-    compare(golden, "files", found | {"data": tree(place.folder / "data")})
-
-
-def test_the_keys_of_the_files(golden, place):
+    trees = {name: tree(runs / name) for name in ("base", "modern", "tuned")}
+    compare(golden, "files", trees | {"data": tree(place.folder / "data")})
     found: dict[str, Any] = {}
     for run, step in (("base", 8), ("tuned", 4)):
-        folder = place.folder / "runs" / run
+        folder = runs / run
         for name in ("run.json", "config.json", "status.json", "estimate.json"):
             found[f"{run}/{name}"] = shape(json.loads((folder / name).read_text()))
         for name in ("manifest.json", "state.json"):

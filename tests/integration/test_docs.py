@@ -62,9 +62,7 @@ def test_every_quoted_message_is_in_the_source():
         assert not missing(line, texts), line
         assert max(len(part) for part in line.split("…")) > 10, line  # enough to search for
     assert missing("is slow: … s of its own a day", texts) == ["s of its own a day"]
-
-
-def test_every_problem_quotes_a_message_and_names_a_flag():
+    # Every problem quotes a message and names a flag.
     parts = re.split(r"^\*\*", TROUBLE, flags=re.M)[1:]
     assert len(parts) == 9
     for part in parts:
@@ -80,7 +78,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_path_exists(page):
+def test_every_link_path_and_cited_test_exists(page):
     folder = (REPOSITORY / page).parent
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if "://" in link:
@@ -94,10 +92,6 @@ def test_every_link_and_path_exists(page):
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in re.findall(r"(?:`|^)make ([a-z-]+)", PAGES[page], flags=re.M):
         assert re.search(rf"^(?:[a-z-]+ )*{target}(?: [a-z-]+)*:", makefile, re.M), target
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_cited_test_exists(page):
     sources = {path.name: path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")}
     for file, name in re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)(?:::(\w+))?", PAGES[page]):
         assert file in sources, file

@@ -56,14 +56,11 @@ def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path):
     assert sorted(GPT2.decode(ids[1:].tolist()) for ids in documents) == sorted(kept)
 
 
-def test_a_typo_in_a_flag_is_rejected_before_the_work(tmp_path):
+def test_a_typo_is_rejected_before_the_work_and_text_of_which_nothing_is_left(tmp_path):
     write_jsonl(tmp_path / "texts" / "a.jsonl", [story(1)])
     done = run_example("texts", "work", "--out=data", "--val_token=500x", folder=tmp_path)
     assert done.returncode == 2
     assert not (tmp_path / "work").exists()
-
-
-def test_text_of_which_nothing_is_left_is_one_line(tmp_path):
     for folder, says in (("none", "no .jsonl files"), ("junk", "no document passes the rules")):
         if folder == "junk":
             write_jsonl(tmp_path / "junk" / "a.jsonl", ["too short"])

@@ -62,19 +62,13 @@ def test_a_run_learns_and_is_logged_like_any(folder):
     assert f"tok/s | targets {steps[1]['targets']} | eta" in (run / "log.txt").read_text()
     assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
     assert json.loads((run / "status.json").read_text())["resume"].find("finetune") > 0
-
-
-def test_what_a_step_trained_on_can_be_read_back(folder):
-    run = folder / "runs" / "whole"
+    # What a step trained on can be read back, and the report names the conversations.
     tokens = tokens_of_step(run, 4)
     assert tokens.windows.shape == (4, CONTEXT + 1)
     assert tokens.hash == launch.steps(run)[4]["batch_hash"]
     told = describe_tokens(run, tokens, as_text=True)
     assert re.search(r"--- sample 12: pairs_train row \d+\n<\|endoftext\|>### Instruction:\n", told)
-
-
-def test_its_report_names_the_conversations(folder):
-    page = render(folder / "runs" / "whole")
+    page = render(run)
     assert ", on pairs.jsonl, begun" in page
     assert "data_dir" not in page[: page.index("settings of the last start")]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import launch
+from conversations import write_pairs
 from corpora import TEXTS, run_prepare, write_jsonl
+from edited_manifests import edit
 from gpt2lab.commands.data import tokens_as_text as describe_tokens
 from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
-from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare.pipeline import learning_texts
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
@@ -36,6 +36,7 @@ from gpt2lab.tokenizers.named import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 from launch import ask, call, rejected
 from tiny import CONTEXT, flags_of, parse, pretrain, write_items
+from token_files import SPEECH, write_characters
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
 
@@ -164,15 +165,7 @@ def test_the_export_is_the_same_model_and_the_same_text(made, tmp_path):
 
 def test_nanogpts_characters_train_and_sample(tmp_path):
     """Its two files and meta.pkl, as they lie there."""
-    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
-    characters = sorted(set(text))
-    ids = {one: id for id, one in enumerate(characters)}
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name in ("train", "val"):
-        np.array([ids[one] for one in text], "<u2").tofile(folder / f"{name}.bin")
-    meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    folder, characters = write_characters(tmp_path / "data"), sorted(set(SPEECH))
     assert "give its folder" in call("data", "import", folder / "train.bin").stderr
     done = call("data", "import", folder)
     assert (done.returncode, "train with: " in done.stdout) == (0, True)
@@ -180,7 +173,7 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     assert "warning: a val shard has the bytes of a train shard" in done.stderr
     adopted = open_data(folder, vocab_size=128)
     assert adopted.tokenizer == CharactersTokenizer(characters)
-    assert measure(folder)["val"].text_bytes == len(text)
+    assert measure(folder)["val"].text_bytes == len(SPEECH)
     (folder / "meta.pkl").rename(folder / "other.pkl")
     done = call("data", "import", folder, f"--out={tmp_path / 'as_gpt2'}")
     assert "warning: no end of text of gpt2" in done.stderr
@@ -189,9 +182,9 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
     (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")
     assert sample["text"].startswith("First")
-    assert set(sample["text"]) <= set(text)
+    assert set(sample["text"]) <= set(SPEECH)
     config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
-    assert (config["num_tokens"], config["vocab_size"]) == (len(ids) + 1, 128)
+    assert (config["num_tokens"], config["vocab_size"]) == (len(characters) + 1, 128)
     done = call("sample.py", "a", f"--checkpoint_dir={tmp_path / 'runs'}", "--prompt=é")
     assert (done.returncode, "U+00E9" in done.stderr) == (2, True)
 
@@ -215,17 +208,12 @@ def test_a_resume_with_other_data_is_refused(folder, tmp_path):
 def write_unknown(source: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
-    manifest = json.loads((folder / "shards.json").read_text())
-    (folder / "shards.json").unlink()
-    write_manifest(folder, {**manifest, "tokenizer": {"name": "unknown", "sha256": None}})
+    edit(folder, lambda manifest: manifest.update(tokenizer={"name": "unknown", "sha256": None}))
 
 
-@pytest.mark.parametrize("begin", ["init_from", "evaluate"])
-def test_weights_are_not_used_on_other_ids(folder, tmp_path, begin):
-    if begin == "evaluate":
-        line = rejected(ask("evaluate.py", "a", f"--val={folder / 'bytes'}", folder=folder))
-        assert "bytes: its ids are bytes, 257 ids" in line
-        return
+def test_weights_are_not_used_on_other_ids(folder, tmp_path):
+    line = rejected(ask("evaluate.py", "a", f"--val={folder / 'bytes'}", folder=folder))
+    assert "bytes: its ids are bytes, 257 ids" in line
     flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag and "data" not in flag]
     flags = [*flags, f"--init_from={folder / 'runs' / 'a'}", f"--checkpoint_dir={tmp_path}"]
     problems = {"bytes": "they would decode to other text", "gpt2": "another tokenizer?"}
@@ -237,10 +225,7 @@ def test_weights_are_not_used_on_other_ids(folder, tmp_path, begin):
     end = last(folder / "runs" / "a", "eval")
     assert launch.events(tmp_path / "b", "eval")[0]["val_loss"] == end["val_loss"]
     assert json.loads((tmp_path / "b" / "config.json").read_text())["num_tokens"] == 300
-
-
-def test_an_older_checkpoint_is_of_gpt2(tmp_path):
-    """Checkpoints from before other tokenizers have neither a record nor num_tokens."""
+    # Checkpoints from before other tokenizers have neither a record nor num_tokens: they are of GPT-2's.
     old = {name: value for name, value in to_flat(Config()).items() if name != "num_tokens"}
     model = override(Config(), old).model
     assert (model.num_tokens, model.id_limit) == (50_257, 50_257)
@@ -256,14 +241,13 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_pa
     run_prepare(tmp_path / "corpus", tmp_path / "data", tokenizer=tokenizer)
     base = [*shape, f"--data_dir={tmp_path / 'data'}", "--total_batch_size=320", "--val_tokens=320"]
     pretrain(parse([*common, *base, "--mini_batch_size=1", "--run_name=base"]))
-    pairs = [{"instruction": f"What is {n}?", "output": f"It is {n} foxes."} for n in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_pairs(tmp_path / "pairs.jsonl")
     tune = [f"--init_from={tmp_path / 'base'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
     tune += ["--mini_batch_size=1", "--total_batch_size=640", "--run_name=tuned"]
     pretrain(parse([*common, *tune], "finetune"), recipe=FINETUNING)
     assert open_tokenizer(str(tmp_path / "tuned")) == tokenizer
     shown = describe_tokens(tmp_path / "tuned", tokens_of_step(tmp_path / "tuned", 1), as_text=True)
-    assert "### Instruction:\nWhat is" in shown
+    assert "### Instruction:\nCount." in shown
     ids = tokens_of_step(tmp_path / "tuned", 1).windows
     assert ids.max() < tokenizer.size
     assert (ids[:, 0] == tokenizer.end_of_text).all()

@@ -127,7 +127,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int, str]]:
     return found
 
 
-def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place):
+def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place, monkeypatch):
     before = listing(place / "runs" / "clean")
     found = call("replay", place, "clean", "--steps=10:13", "--layers", "--json")
     assert listing(place / "runs" / "clean") == before
@@ -143,6 +143,9 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place):
         assert list(step["layers"]) == ["wte", "wpe", "blocks.0", "ln_f"]
     said = call("replay", place, "clean", "--steps=10:13")
     assert f"steps 9 to 13{AS_LOGGED}" in said
+    monkeypatch.setenv("RANK", "0")
+    line = call("replay", place, "clean", "--steps=9", code=2)
+    assert "a replay is one process; start it without torchrun" in line
 
 
 @pytest.mark.slow
@@ -232,15 +235,6 @@ def test_what_cannot_be_replayed_is_said_in_a_line(words, place, wording):
     wording(call("replay", place, *words.split(), code=2))
 
 
-def test_a_run_that_kept_its_end_alone_offers_no_step(own):
-    train(own, "end", "clean", "--stop_after_steps=3")
-    assert "step 2; no step can be replayed" in call("replay", own, "end", "--steps=2", code=2)
-    log = own / "runs" / "end" / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(line for line in lines if '"event": "step"' not in line))
-    assert "; it has logged no step yet" in call("why-spike", own, "end", code=2)
-
-
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own):
     """The batch is compared in steps with a change too: nothing else would tell other data there."""
     (own / "moved").symlink_to(own / "clean")
@@ -326,9 +320,7 @@ def test_the_poisoned_window_is_named_with_its_pattern(place):
     assert f" the norm is {again['grad_norm']:.3g} instead of {logged['grad_norm']:.3g}" in said
     assert f"sample {BAD}: clean_train_000000.npy from token {BAD * T}, document {number}" in said
     assert "no single sample explains" not in said
-
-
-def test_a_step_without_a_culprit_is_called_so(place):
+    # A step without a culprit is called so.
     said = call("why-spike", place, "clean", "--step=9", "--worst=1")
     assert said.splitlines()[-1] == "no single sample explains this norm"
     assert "as logged" in said
@@ -355,7 +347,13 @@ def test_a_step_that_no_sample_broke_is_called_so(own):
     assert all("null" in answer and "NaN" not in answer for answer in answers)
 
 
-def test_wrong_words_for_why_spike(own):
+def test_wrong_words_for_why_spike_and_a_run_of_which_no_step_can_be_replayed(own):
+    train(own, "end", "clean", "--stop_after_steps=3")  # kept its end alone
+    assert "step 2; no step can be replayed" in call("replay", own, "end", "--steps=2", code=2)
+    log = own / "runs" / "end" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"event": "step"' not in line))
+    assert "; it has logged no step yet" in call("why-spike", own, "end", code=2)
     assert "worst 0 must be at least 1" in call("why-spike", own, "clean", "--worst=0", code=2)
     assert "no step 99; it has" in call("why-spike", own, "clean", "--step=99", code=2)
     for checkpoint in (own / "runs" / "clean").glob("step_*"):
@@ -368,7 +366,7 @@ def differing(folder: Path, other: str, a: str = "clean") -> dict[str, Any]:
     return found
 
 
-def test_equal_runs_are_called_equal(own):
+def test_equal_runs_are_called_equal_and_a_log_that_alone_was_changed_is_told(own):
     shutil.copytree(own / "runs" / "clean", own / "runs" / "copy")
     before = listing(own / "runs")
     said = call("bisect", own, "clean", "copy")
@@ -376,6 +374,11 @@ def test_equal_runs_are_called_equal(own):
     assert f"equal: {LAST} steps" in said
     assert "6 checkpoints of both" in said
     assert "0 replays" in said
+    launch.edit_step(own / "runs" / "copy", 14, loss=1.0)
+    found = differing(own, "copy")
+    assert (found["step"], found["quantity"], found["replays"]) == (14, "loss", 0)
+    why = "their checkpoints of step 16 are equal, every byte: only the logs differ"
+    assert found["conclusion"] == [why]
 
 
 def test_a_flipped_bit_is_named_by_its_tensor(own):
@@ -412,15 +415,6 @@ def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own):
     found = differing(own, "flipped")
     assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED + 1, "loss", 2)
     assert "the weights of both replays before step 13 are equal" in found["conclusion"]
-
-
-def test_a_log_that_alone_was_changed_is_told_from_a_run_that_went_another_way(own):
-    shutil.copytree(own / "runs" / "clean", own / "runs" / "edited")
-    launch.edit_step(own / "runs" / "edited", 14, loss=1.0)
-    found = differing(own, "edited")
-    assert (found["step"], found["quantity"], found["replays"]) == (14, "loss", 0)
-    why = "their checkpoints of step 16 are equal, every byte: only the logs differ"
-    assert found["conclusion"] == [why]
 
 
 def test_a_changed_rate_is_named(own):
@@ -501,9 +495,3 @@ def test_a_run_of_two_ranks_replays_within_rounding(own):
     flags = [*flags_of(own, "exact", "clean"), "--reduce=exact", "--stop_after_steps=8"]
     assert launch.train_in_forks(flags, world=2).returncode == 0
     assert "bitwise as logged" in call("replay", own, "exact", "--steps=6:8")
-
-
-def test_a_replay_is_one_process(place, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    line = call("replay", place, "clean", "--steps=9", code=2)
-    assert "a replay is one process; start it without torchrun" in line

@@ -26,6 +26,7 @@ REAL_VOCABULARY = ["--vocab_size=50304", "--sample_tokens=4", "--checkpoint_freq
 
 
 def test_every_update_has_one_step_line_with_numbers_that_fit_together(straight):
+    """The epoch is counted from the first sample of the step."""
     steps = straight.events("step")
     assert [event["step"] for event in steps] == list(range(1, LAST + 1))
     for event in steps:
@@ -38,10 +39,7 @@ def test_every_update_has_one_step_line_with_numbers_that_fit_together(straight)
         assert event["peak_memory_bytes"] > 50e6, "a process with torch in it"
         assert event["grad_norm"] > 0
         assert re.fullmatch(r"[0-9a-f]{64}", event["batch_hash"])
-
-
-def test_epoch_is_counted_from_the_first_sample_of_the_step(straight):
-    epochs = {event["step"]: event["epoch"] for event in straight.events("step")}
+    epochs = {event["step"]: event["epoch"] for event in steps}
     assert epochs == {n: ((n - 1) * S) // sum(WINDOWS) for n in range(1, LAST + 1)}
     assert set(epochs.values()) == {0, 1}
 
@@ -101,11 +99,6 @@ def test_seconds_of_a_step_hold_no_evaluation_and_no_saving(run, slowed):
     assert all(event["step_seconds"] < 100 for event in run.events("step"))
 
 
-def test_evaluations_happen_at_step_zero_at_each_due_step_and_after_the_last(straight):
-    steps = [event["step"] for event in straight.events("eval")]
-    assert steps == [0, 4, 8, 12, 16, 20, 24, 26]
-
-
 def expected_checkpoints(run: Run, *, checkpoint_freq: int) -> list[tuple]:
     """Return (step, kind, labels) that the design asks for, given the run's own validation losses."""
     evals = {event["step"]: event["val_loss"] for event in run.events("eval")}
@@ -124,13 +117,13 @@ def expected_checkpoints(run: Run, *, checkpoint_freq: int) -> list[tuple]:
     return expected
 
 
-def test_checkpoints_are_those_due_the_best_ones_and_the_epochs_end(straight):
+def test_evaluations_and_checkpoints_are_those_due_the_best_ones_and_the_epochs_end(straight):
+    """An event of a checkpoint follows that of the step, and tells path, bytes and seconds."""
+    steps = [event["step"] for event in straight.events("eval")]
+    assert steps == [0, 4, 8, 12, 16, 20, 24, 26]
     written = [(e["step"], e["kind"], e["labels"]) for e in straight.events("checkpoint")]
     assert written == expected_checkpoints(straight, checkpoint_freq=5)
     assert {kind for _, kind, _ in written} == {"rolling", "best", "epoch", "final"}
-
-
-def test_checkpoint_event_follows_the_step_and_tells_path_bytes_and_seconds(straight):
     order = [(event["event"], event["step"]) for event in read_events(straight.path)]
     for event in straight.events("checkpoint"):
         n = event["step"]
@@ -151,7 +144,7 @@ def test_frequency_of_zero_means_only_after_the_last_step(run):
     assert list(run.checkpoints()) == [5]
 
 
-def test_log_freq_thins_the_console_and_not_the_metrics(straight):
+def test_log_freq_thins_the_console_and_what_is_not_sampled_is_said_once(straight):
     lines = (straight.path / "log.txt").read_text().splitlines()
     shown = [line for line in lines if re.match(r"step \d+/\d+ \| epoch", line)]
     pattern = (
@@ -161,6 +154,10 @@ def test_log_freq_thins_the_console_and_not_the_metrics(straight):
     steps = [re.fullmatch(pattern, line) for line in shown]
     assert all(steps), shown
     assert [int(match[1]) for match in steps if match] == [1, 10, 20, 26]
+    # Its vocabulary is below GPT-2's: no samples, and one warning.
+    assert straight.events("sample") == []
+    warned = [event for event in straight.events("warning") if "samples" in event["message"]]
+    assert len(warned) == 1
 
 
 def test_validation_loss_and_its_error_equal_an_independent_computation(straight):
@@ -202,9 +199,3 @@ def test_samples_and_evaluations_leave_the_training_bits_alone(tiny_data, tmp_pa
             assert event["seconds"] > 0
         losses.append(run.losses())
     assert losses[0] == losses[1]
-
-
-def test_vocabulary_below_gpt2s_gets_no_samples_and_one_warning(straight):
-    assert straight.events("sample") == []
-    warned = [event for event in straight.events("warning") if "samples" in event["message"]]
-    assert len(warned) == 1

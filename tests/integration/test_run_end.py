@@ -31,15 +31,6 @@ def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight):
     assert done["seconds"] == pytest.approx(sum(event["step_seconds"] for event in steps))
 
 
-def test_finished_run_resumed_unchanged_writes_nothing(run, capsys):
-    run.train("--max_steps=2")
-    before = run.listing()
-    capsys.readouterr()
-    run.train("--max_steps=2", "--resume=latest")
-    assert "already complete" in capsys.readouterr().out
-    assert run.listing() == before
-
-
 def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monkeypatch):
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
     run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0")
@@ -156,6 +147,10 @@ def test_every_start_ends_with_a_report_that_says_how_to_go_on(run, capsys):
     report = capsys.readouterr().out.split("run tiny\n")[1]
     assert "--max_steps 8 --allow_change max_steps" in report
     assert report in (run.path / "log.txt").read_text()
+    before = run.listing()
+    run.train("--resume=latest", "--max_steps=4")
+    assert "already complete" in capsys.readouterr().out
+    assert run.listing() == before, "a finished run that is resumed unchanged writes nothing"
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,19 @@ def test_worse_evaluation_after_a_resume_is_not_labelled_best(run):
     assert not any(event["labels"] for event in run.events("checkpoint", attempt=2))
 
 
-def test_changed_rate_is_rejected_until_allowed_and_then_recorded(run):
+def test_changed_rate_is_rejected_until_allowed_and_then_recorded(run, tmp_path, monkeypatch):
     run.train("--max_steps=6", "--stop_after_steps=2")
     before = run.listing()
     rejection = run.rejected("--resume=latest", "--max_lr=1e-3")
     assert rejection.exit_code == 2
     assert "max_lr 0.0006 -> 0.001" in str(rejection)
     assert "--allow_change max_lr" in str(rejection)
+    # Another model is rejected as such: its preset names other data too, which need not exist for that.
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model=gpt2-mini", "--resume=latest", "--run_name=tiny"]
+    argv += [f"--checkpoint_dir={run.path.parent}"]
+    with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
+        resolve(parse(argv), world_size=1, set_aside=False)
     assert run.listing() == before
     run.train("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     (resume,) = run.events("resume")
@@ -107,10 +113,15 @@ def test_settings_that_are_free_change_without_asking(run):
     assert run.status()["state"] == "completed"
 
 
-def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
+def test_resuming_an_older_step_sets_the_newer_ones_aside_and_keeps_them(run, monkeypatch):
     common = ["--max_steps=5", "--checkpoint_freq=1", "--eval_freq=0"]
     run.train(*common)
     first = run.losses()
+    with monkeypatch.context() as patch:
+        fail = Mock(side_effect=CheckpointError("does not load"))
+        patch.setattr("gpt2lab.checkpoint.store.load", fail)
+        assert "does not load" in str(run.rejected("--resume=2"))
+    assert sorted(run.checkpoints()) == [1, 2, 3, 4, 5], "nothing is moved before it has loaded"
     planned = launch.call(launch.TRAIN, *run.flags, *common, "--resume=2", "--dry_run", "--json")
     assert json.loads(planned.stdout)["sets_aside"] == [f"step_{n:08d}" for n in (3, 4, 5)]
     run.train("--resume=2", "--stop_after_steps=4")
@@ -124,6 +135,15 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run):
     assert {n: event["attempt"] for n, event in current.items()} == {1: 1, 2: 1, 3: 2, 4: 2}
     losses = {n: event["loss"] for n, event in current.items()}
     assert losses == {n: loss for n, loss in first.items() if n <= 4}
+    # A superseded checkpoint is not trained in where it lies.
+    rejection = run.rejected(f"--resume={aside / 'step_00000004'}", kind=CheckpointError)
+    assert "move it" in str(rejection)
+    assert sorted(path.name for path in aside.iterdir()) == [f"step_{n:08d}" for n in (3, 4, 5)]
+    for _ in range(2):  # and going back again and again keeps every one
+        run.train("--resume=2")
+    asides = sorted(path.parent.name for path in run.path.glob("superseded-*/step_00000003"))
+    assert len(set(asides)) == 3
+    assert sorted(run.checkpoints()) == [1, 2, 3, 4, 5]
 
 
 # 95 windows a step, of 190 in an epoch.
@@ -192,24 +212,6 @@ def test_the_best_loss_on_other_data_is_not_the_bar(run, tiny_data, tmp_path):
     assert f"best {other:.4f} at step 6\n" in describe_run(run.path)
 
 
-def test_going_back_again_and_again_keeps_every_superseded_checkpoint(run):
-    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
-    for _ in range(3):
-        run.train("--resume=2")
-    aside = sorted(path.parent.name for path in run.path.glob("superseded-*/step_00000003"))
-    assert len(set(aside)) == 3
-    assert sorted(run.checkpoints()) == [1, 2, 3, 4]
-
-
-def test_a_superseded_checkpoint_is_not_trained_in_where_it_lies(run):
-    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
-    run.train("--resume=2", "--stop_after_steps=3")
-    [aside] = run.path.glob("superseded-*/step_00000004")
-    before = sorted(path.name for path in aside.parent.iterdir())
-    assert "move it" in str(run.rejected(f"--resume={aside}", kind=CheckpointError))
-    assert sorted(path.name for path in aside.parent.iterdir()) == before
-
-
 def test_an_evaluation_made_due_by_a_resume_labels_the_step_that_is_on_disk(run):
     run.train("--max_steps=6", "--eval_freq=3", "--checkpoint_freq=2", "--stop_after_steps=2")
     run.train("--max_steps=6", "--resume=latest", "--eval_freq=2", "--stop_after_steps=3")
@@ -225,24 +227,6 @@ def test_a_resume_is_judged_by_the_runs_settings_not_by_the_defaults(run):
     run.train(*more, "--stop_after_steps=2")
     run.train("--resume=latest", "--min_lr=1e-3")
     assert run.status()["state"] == "completed"
-
-
-def test_another_model_is_rejected_as_such_wherever_one_stands(run, tmp_path, monkeypatch):
-    """Its preset names other data too, which need not exist for the rejection to be the right one."""
-    run.train("--max_steps=4", "--stop_after_steps=2")
-    monkeypatch.chdir(tmp_path)
-    argv = ["--model=gpt2-mini", "--resume=latest", "--run_name=tiny"]
-    argv += [f"--checkpoint_dir={run.path.parent}"]
-    with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
-        resolve(parse(argv), world_size=1, set_aside=False)
-
-
-def test_a_checkpoint_that_does_not_load_moves_nothing_aside(run, monkeypatch):
-    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
-    fail = Mock(side_effect=CheckpointError("does not load"))
-    monkeypatch.setattr("gpt2lab.checkpoint.store.load", fail)
-    assert "does not load" in str(run.rejected("--resume=2"))
-    assert sorted(run.checkpoints()) == [1, 2, 3, 4]
 
 
 def test_steps_of_a_start_that_saved_nothing_are_not_the_runs(run, monkeypatch):
