@@ -16,9 +16,6 @@ import pytest
 import launch
 from golden.run_nanochat_core import model_of
 from gpt2lab.commands.evaluate import Evaluate, as_text, evaluate, main
-from gpt2lab.config.schema import SystemConfig
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.interop.core import measure_core, read_bundle
 from gpt2lab.interop.tasks import TaskResults
@@ -26,6 +23,7 @@ from gpt2lab.report.page import render
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.named import open_tokenizer
 from launch import SCRIPTS, ask, call
+from one_process import Alone
 from own_tasks import write_bundle
 from tiny import flags_of, parse, pretrain, write_inputs
 
@@ -33,10 +31,8 @@ ANSWERS = json.loads((Path(__file__).parents[2] / "golden" / "core_nanochat.json
 
 
 def measured(answer: dict[str, Any], bundle: Path) -> TaskResults:
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
     tasks = read_bundle(bundle, answer["limit"])
-    strategy, tokenizer = Strategy(runtime, SystemConfig()), open_tokenizer(answer["tokenizer"])
+    strategy, tokenizer = Alone("fp32"), open_tokenizer(answer["tokenizer"])
     assert measure_core(tasks, model_of(answer), strategy, tokenizer, lambda: True) is None
     return measure_core(tasks, model_of(answer), strategy, tokenizer)
 
@@ -58,10 +54,6 @@ def test_every_decision_and_mean_is_nanochats(answer, tmp_path):
         assert centered == pytest.approx(answer["centered_results"][label], abs=1e-12)
     mean = found.numbers["core" + (f"-first{limit}" if limit else "")]["metrics"]["centered"]
     assert mean["value"] == pytest.approx(answer["core_metric"], abs=1e-12)
-
-
-def value(found: TaskResults, name: str, metric: str = "acc") -> float:
-    return float(found.numbers[f"core/own_{name}"]["metrics"][metric]["value"])
 
 
 def test_errors_are_over_items_and_those_of_shared_items_together(tmp_path):
@@ -100,13 +92,13 @@ def test_what_nanochat_stops_at_is_scored_as_far_as_it_goes(tmp_path):
     found = measured(answer, bundle)
     centered = [one["metrics"]["centered"]["value"] for one in found.numbers.values()]
     assert np.isfinite(centered).all()
-    assert value(found, "schema") == 0.5  # the first
+    assert found.numbers["core/own_schema"]["metrics"]["acc"]["value"] == 0.5  # the first
     cut = {one["task"]: one.get("cut") for one in found.numbers.values()}
     assert (cut["own_repeats"], cut["own_words"], cut["own_choices"]) == (4, 0, 16)
     assert found.warnings[0].startswith("CORE: ")
     alike = [{"query": "bus", "choices": ["A", "A"], "gold": k % 2} for k in range(4)]
     found = measured(answer, edited(bundle, "choices", *alike))  # nothing to score in the task
-    assert value(found, "choices") == 0.5
+    assert found.numbers["core/own_choices"]["metrics"]["acc"]["value"] == 0.5
 
 
 @pytest.fixture(scope="module")

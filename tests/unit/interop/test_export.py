@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corpora import snapshot
 from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.interop import export as exporting
@@ -43,10 +44,6 @@ def ours(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def listing(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
-
-
 def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(folder, tmp_path):
     out = tmp_path / "deep" / "big"
     answer = ask("export_hf.py", "big", f"--out={out}", "--json", folder=folder)
@@ -59,23 +56,20 @@ def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(folder, tmp_
     assert set(back) == set(real)
     for name, tensor in real.items():
         assert torch.equal(back[name][: len(tensor)], tensor), name
-    assert listing(tmp_path / "deep") == {"big"} | {
+    assert {*snapshot(tmp_path / "deep")} == {"big"} | {
         f"big/{name}"
         for name in (
             *("config.json", "generation_config.json", "model.safetensors", "README.md"),
             *("merges.txt", "vocab.json", "tokenizer_config.json", "special_tokens_map.json"),
         )
     }
-
-
-def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(folder, tmp_path):
-    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
-    with safetensors.safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
+    # The file holds the head once, and says that it is PyTorch's.
+    with safetensors.safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         names = set(file.keys())
         assert file.get_slice("transformer.wte.weight").get_shape() == [50257, 16]
     assert "lm_head.weight" not in names
-    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert (config["vocab_size"], config["n_positions"]) == (50257, CONTEXT)
     assert [config[name] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0, 0, 0]
 
@@ -108,7 +102,7 @@ def test_bfloat16_is_checked_against_the_rounded_weights(folder, tmp_path):
 def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(folder, tmp_path):
     out = tmp_path / "small"
     answer = ask("export_hf.py", "small", f"--out={out}", "--json", folder=folder)
-    assert listing(out) == {"config.json", "model.safetensors", "README.md"}
+    assert {*snapshot(out)} == {"config.json", "model.safetensors", "README.md"}
     config = AutoModelForCausalLM.from_pretrained(out).config
     assert (config.vocab_size, config.eos_token_id) == (VOCAB, None)
     assert answer["parameters"] == sum(t.numel() for t in ours(folder, "small").values())
@@ -124,13 +118,10 @@ def test_a_checkpoint_and_an_export_can_be_exported(folder, tmp_path):
     assert "step 2 of the run `big`" in (first / "README.md").read_text()
 
 
-def test_the_model_card_quotes_what_a_manifest_says():
+def test_the_model_card_tells_the_runs_numbers_and_quotes_what_a_manifest_says(folder, tmp_path):
     quoted = _quoted("x`|\n<script>\n---\ntags: [y]")
     assert quoted[0] == quoted[-1] == "`"
     assert not set(quoted[1:-1]) & set("`|<>\n")
-
-
-def test_the_model_card_tells_the_runs_numbers(folder, tmp_path):
     ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     card = (tmp_path / "x" / "README.md").read_text()
     loss, scores = (events(folder / "runs" / "big", kind)[-1] for kind in ("eval", "hellaswag"))
@@ -167,7 +158,7 @@ def test_an_export_that_transformers_reads_otherwise_is_not_kept(folder, tmp_pat
 
 def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, monkeypatch):
     out = tmp_path / "x"
-    before = listing(folder)
+    before = snapshot(folder)
     assert ask("export_hf.py", "no/such/run", f"--out={out}", folder=folder)[0] == 2
     (tmp_path / "there").mkdir()
     line = rejected(ask("export_hf.py", "big", f"--out={tmp_path / 'there'}", folder=folder))
@@ -185,7 +176,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="pip install") as rejection:
         export(find_target("big", folder / "runs"), out=out, dtype="float32", push_to_hub=None)
     assert rejection.value.exit_code == 2
-    assert listing(folder) == before
+    assert snapshot(folder) == before
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}
 
 
@@ -203,7 +194,7 @@ def test_pushing_needs_a_login_before_and_uploads_the_checked_folder(folder, tmp
         def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> None:
             if fails:
                 raise OSError("quota exceeded")
-            uploaded.append((repo_id, listing(folder_path) >= {"config.json", "README.md"}))
+            uploaded.append((repo_id, {*snapshot(folder_path)} >= {"config.json", "README.md"}))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     out = tmp_path / "x"

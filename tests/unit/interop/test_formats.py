@@ -16,6 +16,7 @@ import pytest
 import launch
 import token_files
 from corpora import snapshot
+from edited_manifests import edit
 from gpt2lab.commands.data import tokens_of_step
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import document_marks, open_data, read_document_ends
@@ -26,7 +27,7 @@ from gpt2lab.evaluation.validation import divide_windows
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
-from tiny import CONTEXT, flip_bit, make_tokens
+from tiny import CONTEXT, flip_bit, write_shards
 from token_files import FORMATS, documents, flat, llmc_shards, made_splits, write_llmc, write_raw
 from whole_run import Run
 
@@ -62,11 +63,6 @@ def test_windows_are_the_ids_that_were_written(tmp_path, name):
             reader.close()
         assert whole == ids
     assert verify(tmp_path) == []
-
-
-def test_empty_documents_of_an_index_are_omitted(tmp_path):
-    np.array([0, 3, 3, 7], "<u8").tofile(tmp_path / "index")
-    assert read_document_ends("datatrove", tmp_path / "index").tolist() == [3, 7]
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith(("datatrove", "Meg"))])
@@ -117,65 +113,42 @@ def test_ids_beyond_65535_are_read_whole(tmp_path):
     assert measure(tmp_path)["train"].largest_id == max(flat(made))
 
 
-def cut(name: str, count: int = 1) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
-
-    return spoil
+Spoil = Callable[[Path], object]
 
 
-def extend(name: str, more: bytes = b"\0\0") -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).write_bytes((folder / name).read_bytes() + more)
-
-    return spoil
+def edited(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def patch(name: str, at: int, more: bytes) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[at : at + len(more)] = more
-        (folder / name).write_bytes(content)
-
-    return spoil
+def cut(name: str, count: int = 1) -> Spoil:
+    return edited(name, lambda old: old[:-count])
 
 
-def remove(*names: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return spoil
+def patch(name: str, at: int, more: bytes) -> Spoil:
+    return edited(name, lambda old: old[:at] + more + old[at + len(more) :])
 
 
-def write(name: str, content: bytes) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).write_bytes(content)
-
-    return spoil
+def write(name: str, content: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def _negative_ids(folder: Path) -> None:
-    path = folder / "train_text.bin"
-    ids = np.frombuffer(path.read_bytes(), "<i4").copy()
-    ids[7] = -100  # torch's "ignore"
-    path.write_bytes(ids.tobytes())
+def remove(*names: str) -> Spoil:
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def _swap_two_sequences(folder: Path) -> None:
-    path = folder / "train_text_document.idx"
-    raw = path.read_bytes()
+def _swap_two_sequences(raw: bytes) -> bytes:
     (sequences,) = struct.unpack_from("<Q", raw, 18)
     at = 34 + 4 * sequences
     one, two = raw[at + 8 : at + 16], raw[at + 16 : at + 24]
-    path.write_bytes(raw[: at + 8] + two + one + raw[at + 24 :])
+    return raw[: at + 8] + two + one + raw[at + 24 :]
 
 
 LLMC, DS, MEG = "fineweb_train_000002.bin", "3_shuffled.ds", "train_text_document.idx"
-CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+IGNORED = struct.pack("<i", -100)  # by torch
+CASES: dict[str, tuple[str, Spoil]] = {
     "llm.c cut in its ids": ("llm.c", cut(LLMC, 2)),
     "llm.c cut in its header": ("llm.c", write(LLMC, struct.pack("<iii", 20240520, 1, 9))),
-    "llm.c too long": ("llm.c", extend(LLMC)),
+    "llm.c too long": ("llm.c", edited(LLMC, lambda old: old + b"\0\0")),
     "llm.c of another version": ("llm.c", patch(LLMC, 4, struct.pack("<i", 2))),
     "llm.c of no tokens": ("llm.c", write(LLMC, struct.pack("<256i", 20240520, 1, *[0] * 254))),
     "llm.c of less than none": ("llm.c", patch(LLMC, 8, struct.pack("<i", -5))),
@@ -203,8 +176,10 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5")),
     "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7")),
     "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09")),
-    "Megatron out of order": ("Megatron", _swap_two_sequences),
-    "Megatron with negative ids": ("Megatron int32, sequences within documents", _negative_ids),
+    "Megatron out of order": ("Megatron", edited(MEG, _swap_two_sequences)),
+    "Megatron with negative ids": (
+        *("Megatron int32, sequences within documents", patch("train_text.bin", 28, IGNORED)),
+    ),
     "raw of 32 bits": ("nanoGPT", lambda f: write_raw(f / "train.bin", documents(30, 5), kind="I")),
     "raw of 64 bits": ("nanoGPT", lambda f: write_raw(f / "train.bin", documents(30, 5), kind="Q")),
     "raw of odd size": ("nanoGPT", cut("val.bin", 1)),
@@ -295,7 +270,10 @@ def test_a_digit_that_is_no_number_is_part_of_a_name(tmp_path):
     assert names == ["x1²9_train.bin", "x1²10_train.bin", "x1²1_val.bin"]
 
 
-def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path):
+def test_documents_that_end_in_two_ways_are_not_taken_for_one_and_empty_ones_omitted(tmp_path):
+    np.array([0, 3, 3, 7], "<u8").tofile(tmp_path / "index")
+    assert read_document_ends("datatrove", tmp_path / "index").tolist() == [3, 7]
+    (tmp_path / "index").unlink()
     mixed = documents(20, 1, place="after") + documents(20, 2, place="none")
     token_files.write_datatrove(tmp_path / "train.ds", mixed)
     token_files.write_datatrove(tmp_path / "val.ds", mixed[:9])
@@ -333,23 +311,21 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):
     with pytest.raises(DataError, match=f"after offset {10**30}; raw uint32"):
         import_folder(tmp_path / "wide", ImportOptions(dtype="uint32", offset=10**30))
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
-        rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
-        rehash(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
+        edit(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
+        edit(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
         open_data(tmp_path, vocab_size=50304)
 
 
 def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
     """Runs over such folders find their data again by the fingerprint."""
-    folder = tmp_path / "edu"
-    folder.mkdir()
     splits = made_splits()
-    token_files.npy_shards(folder, splits)
-    manifest = import_folder(folder)
+    token_files.npy_shards(tmp_path, splits)
+    manifest = import_folder(tmp_path)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
     }
     for file in manifest["files"]:
-        content = (folder / file["name"]).read_bytes()
+        content = (tmp_path / file["name"]).read_bytes()
         ids = flat(splits[file["split"]][int(file["name"][-10:-4])])
         assert {key: file[key] for key in file if key != "text_bytes"} == {
             **{"name": file["name"], "split": file["split"], "tokens": len(ids)},
@@ -358,24 +334,8 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
         }
     del manifest["fingerprint"]
     body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    recorded = json.loads((folder / "shards.json").read_text())["fingerprint"]
+    recorded = json.loads((tmp_path / "shards.json").read_text())["fingerprint"]
     assert recorded == hashlib.sha256(body.encode()).hexdigest()
-
-
-def test_a_folder_that_was_not_imported_says_how(tmp_path):
-    llmc_shards(tmp_path, made_splits())
-    with pytest.raises(DataError, match=r"no train shards .*data import"):
-        open_data(tmp_path, vocab_size=50304)
-
-
-def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edit shards.json by hand, and make its hash anew."""
-    from gpt2lab.data.manifest import fingerprint_of
-
-    path = folder / "shards.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)}))
 
 
 def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path):
@@ -403,8 +363,10 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path):
         import_folder(source.with_name("moved"), out=tmp_path)
 
 
-def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path):
+def test_files_that_were_not_imported_say_how_and_a_new_one_is_noticed(tmp_path):
     llmc_shards(tmp_path, made_splits())
+    with pytest.raises(DataError, match=r"no train shards .*data import"):
+        open_data(tmp_path, vocab_size=50304)
     import_folder(tmp_path, ImportOptions(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
     write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
@@ -419,9 +381,7 @@ def test_a_file_that_changed_since_is_named(tmp_path, name):
     import_folder(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
     path = open_data(tmp_path, vocab_size=50304).splits["val"][0].path
     whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[-30] ^= 1
-    path.write_bytes(flipped)
+    flip_bit(path, -30)
     assert [line.split(": ")[0] for line in verify(tmp_path)] == [str(path)]
     shards = open_data(tmp_path, vocab_size=50304).splits["val"]
     reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257, verify=True)
@@ -461,19 +421,12 @@ def test_every_byte_is_read_once(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["llm.c", "Megatron"])
 def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
-    ids = {"train": [make_tokens(1003, 1), make_tokens(777, 2)], "val": [make_tokens(650, 3)]}
+    write = write_llmc if name == "llm.c" else token_files.write_megatron
     folders = {kind: tmp_path / kind for kind in ("npy", "foreign")}
-    for folder in folders.values():
-        folder.mkdir()
-    for split, parts in ids.items():
-        for number, part in enumerate(parts):
-            stem = f"{split}_{number:06d}"
-            np.save(folders["npy"] / f"x_{stem}.npy", part)
-            path = folders["foreign"] / f"x_{stem}.bin"
-            if name == "llm.c":
-                write_llmc(path, [part.tolist()])
-            else:
-                token_files.write_megatron(path, [part.tolist()])
+    write_shards(folders["npy"], train=(1003, 777), val=(650,))
+    folders["foreign"].mkdir()
+    for path in folders["npy"].iterdir():
+        write(folders["foreign"] / f"{path.stem}.bin", [np.load(path).tolist()])
     import_folder(folders["foreign"], token_files.GPT2)
     runs = {kind: Run(folder, tmp_path / f"runs_{kind}") for kind, folder in folders.items()}
     for run in runs.values():
@@ -486,7 +439,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     shown = tokens_of_step(runs["foreign"].path, 3)
     assert shown.hash == runs["npy"].events("step")[2]["batch_hash"]
     # A resume needs the same files, byte for byte.
-    path = folders["foreign"] / "x_train_000001.bin"
+    path = folders["foreign"] / "tiny_train_000001.bin"
     flip_bit(path, -2)
     (folders["foreign"] / "shards.json").unlink()
     import_folder(folders["foreign"], token_files.GPT2)

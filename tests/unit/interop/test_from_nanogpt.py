@@ -2,11 +2,9 @@
 
 import json
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +17,9 @@ from gpt2lab.interop.nanogpt import entries_of
 from gpt2lab.optim.schedule import lr_at
 from launch import call
 from tiny import parse
+from token_files import SPEECH, write_characters
 
-TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
-LETTERS = sorted(set(TEXT))
+LETTERS = sorted(set(SPEECH))
 ITERS, LAST, WIDTH, LAYERS, BLOCK, BATCH = 6, 9, 16, 2, 8, 3
 
 # All that train.py writes as `config`: its globals that are numbers, texts and truth values.
@@ -103,14 +101,7 @@ def checkpoint(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def place(tmp_path) -> Path:
     """Return a folder with nanoGPT's data of characters, imported, and its ckpt.pt."""
-    ids = {one: id for id, one in enumerate(LETTERS)}
-    data = tmp_path / "letters"
-    data.mkdir()
-    for name in ("train", "val"):
-        np.array([ids[one] for one in TEXT], "<u2").tofile(data / f"{name}.bin")
-    meta = {"vocab_size": len(ids), "itos": dict(enumerate(LETTERS)), "stoi": ids}
-    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
-    assert call("data", "import", data).returncode == 0
+    assert call("data", "import", write_characters(tmp_path / "letters")).returncode == 0
     torch.save(checkpoint(), tmp_path / "ckpt.pt")
     return tmp_path
 
@@ -164,11 +155,11 @@ def test_characters_are_sampled_and_talked_to(place):
         done = call("sample.py", "r", runs, f"--prompt={prompt}", "--max_new_tokens=20")
         assert done.returncode == 0, done.stderr
         assert len(done.stdout) == len(prompt) + 20 + 1
-        assert {*done.stdout} <= {*TEXT}
+        assert {*done.stdout} <= {*SPEECH}
     done = launch.worked(call("chat", "r", runs, "--max_new_tokens=4", stdin="hear me\né\nspeak\n"))
     assert "its tokenizer cannot write the chat template" in done.stderr
     assert "U+00E9" in done.stderr
-    assert {*done.stdout} <= {*TEXT}
+    assert {*done.stdout} <= {*SPEECH}
 
 
 def test_the_imported_weights_compute_nanogpts_loss(place):
@@ -178,7 +169,7 @@ def test_the_imported_weights_compute_nanogpts_loss(place):
     assert take(place).returncode == 0
     (event,) = launch.events(place / "runs" / "r", "eval")
     w = checkpoint()["model"]
-    ids = torch.tensor([LETTERS.index(one) for one in TEXT])
+    ids = torch.tensor([LETTERS.index(one) for one in SPEECH])
     windows = (len(ids) - 1) // BLOCK
     chosen = torch.arange(96 // BLOCK) * windows // (96 // BLOCK)
     rows = torch.stack([ids[k * BLOCK : (k + 1) * BLOCK + 1] for k in chosen.tolist()])
@@ -314,12 +305,9 @@ def test_the_schedule_is_nanogpts(decays, warmup, span, extra, done):
         assert steps >= config["max_iters"] + 1, "it does not end before nanoGPT's"
 
 
-def test_settings_are_read_only_where_all_that_they_need_is_there():
+def test_settings_are_read_where_all_that_they_need_is_there_and_a_precision_as_it_is_used():
     found = entries_of({"batch_size": 4, "learning_rate": 1e-3}, block_size=8, done=0)
     assert [entry.settings for entry in found] == [{"mini_batch_size": 4}]
-
-
-def test_a_precision_is_taken_as_nanogpt_uses_it():
     for device, dtype, ours in (
         *(("cuda", "float16", "fp16"), ("cuda", "bfloat16", "auto"), ("cuda", "float32", "fp32")),
         ("cpu", "bfloat16", "fp32"),  # nanoGPT uses autocast on GPUs alone

@@ -32,19 +32,13 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements-d
 
 CONTEXT, NEW = 64, 32
 TEXT = [f"{text} é 你好 🙂 don't 12345\n\n\t x" for text in TEXTS] * 3
-BLOCK = {  # llama.cpp's names of block 0, their shapes in numpy's order, and ours
-    "blk.0.attn_norm.weight": ((64,), "ln_1.weight"),
-    "blk.0.attn_norm.bias": ((64,), "ln_1.bias"),
-    "blk.0.attn_qkv.weight": ((192, 64), "attn.c_attn.weight"),
-    "blk.0.attn_qkv.bias": ((192,), "attn.c_attn.bias"),
-    "blk.0.attn_output.weight": ((64, 64), "attn.c_proj.weight"),
-    "blk.0.attn_output.bias": ((64,), "attn.c_proj.bias"),
-    "blk.0.ffn_norm.weight": ((64,), "ln_2.weight"),
-    "blk.0.ffn_norm.bias": ((64,), "ln_2.bias"),
-    "blk.0.ffn_up.weight": ((256, 64), "mlp.c_fc.weight"),
-    "blk.0.ffn_up.bias": ((256,), "mlp.c_fc.bias"),
-    "blk.0.ffn_down.weight": ((64, 256), "mlp.c_proj.weight"),
-    "blk.0.ffn_down.bias": ((64,), "mlp.c_proj.bias"),
+BLOCK = {  # llama.cpp's names within a block, ours, and the weight's shape in numpy's order
+    "attn_norm": ("ln_1", (64,)),
+    "attn_qkv": ("attn.c_attn", (192, 64)),
+    "attn_output": ("attn.c_proj", (64, 64)),
+    "ffn_norm": ("ln_2", (64,)),
+    "ffn_up": ("mlp.c_fc", (256, 64)),
+    "ffn_down": ("mlp.c_proj", (64, 256)),
 }
 
 
@@ -81,23 +75,25 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
     ours["wte.weight"] = ours["wte.weight"][:300]  # the padding rows are no tokens
     reader = gguf.GGUFReader(out)
     found = {tensor.name: tensor for tensor in reader.tensors}
-    expected = {name: ours[f"blocks.0.{mine}"] for name, (_, mine) in BLOCK.items()}
-    second = {name.replace("blk.0", "blk.1"): mine for name, (_, mine) in BLOCK.items()}
-    expected |= {name: ours[f"blocks.1.{mine}"] for name, mine in second.items()}
-    expected |= {
-        "token_embd.weight": ours["wte.weight"],
-        "position_embd.weight": ours["wpe.weight"],
-        "output_norm.weight": ours["ln_f.weight"],
-        "output_norm.bias": ours["ln_f.bias"],
+    names = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f"}
+    for n in "01":
+        names |= {f"blk.{n}.{name}": f"blocks.{n}.{mine}" for name, (mine, _) in BLOCK.items()}
+    expected = {
+        f"{name}.{kind}": ours[f"{mine}.{kind}"]
+        for name, mine in names.items()
+        for kind in ("weight", "bias")
+        if f"{mine}.{kind}" in ours
     }
+    assert len(expected) == 2 * 12 + 4
     assert set(found) == set(expected)
     for name, values in expected.items():
         tensor = found[name]
         is_matrix = values.ndim == 2 and name != "position_embd.weight"
         assert tensor.tensor_type.name == (kind if is_matrix else "F32")
         assert tuple(reversed(tensor.shape.tolist())) == values.shape
-        if name in BLOCK:
-            assert values.shape == BLOCK[name][0]
+        part, _, ending = name.removeprefix("blk.0.").rpartition(".")
+        if part in BLOCK:
+            assert values.shape == BLOCK[part][1][: 2 if ending == "weight" else 1]
         read = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if not is_matrix or dtype == "float32":
             assert np.array_equal(read, values), name

@@ -1,6 +1,5 @@
 """Imported token files: their tokenizers, and manifests of them that somebody edited."""
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from gpt2lab.data.verify import measure
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.tokenizers.bpe import train_bpe
+from token_files import write_datatrove, write_llmc
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 
@@ -21,16 +21,15 @@ def _llmc_elsewhere(folder: Path) -> None:
     files = folder.with_name("files")
     files.mkdir()
     for split in ("train", "val"):
-        head = struct.pack("<256i", 20240520, 1, 300, *[0] * 253)
-        (files / f"x_{split}.bin").write_bytes(head + np.arange(300, dtype="<u2").tobytes())
+        write_llmc(files / f"x_{split}.bin", [list(range(300))])
     import_folder(files, out=folder)
 
 
 def _datatrove(folder: Path) -> None:
     folder.mkdir()
+    documents = [list(range(90)), list(range(90, 100)), list(range(100, 300))]
     for split in ("train", "val"):
-        (folder / f"{split}.ds").write_bytes(np.arange(300, dtype="<u4").tobytes())
-        (folder / f"{split}.ds.index").write_bytes(struct.pack("<3Q", 90, 100, 300))
+        write_datatrove(folder / f"{split}.ds", documents, width=4, name=None)
     import_folder(folder, ImportOptions(tokenizer="gpt2"))
 
 

@@ -208,7 +208,7 @@ def test_a_hostile_file_runs_nothing_even_if_it_is_trusted(trust, origin, become
     assert sentinel.exists(), "the trap works"
 
 
-def test_a_compressed_file_is_not_unpacked(origin, become, tmp_path):
+def test_a_compressed_file_is_not_unpacked_and_a_damaged_archive_is_named(origin, become, tmp_path):
     """torch.save never compresses; two megabytes of such a file can be two gigabytes of zeros."""
     plain, packed = write(tmp_path / "ckpt.pt", nano(origin)), tmp_path / "packed.pt"
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as to:
@@ -216,15 +216,18 @@ def test_a_compressed_file_is_not_unpacked(origin, become, tmp_path):
             to.writestr(name, source.read(name))
     with pytest.raises(CheckpointError):
         take(become, packed)
-
-
-def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    model = model_of(origin) | {name: value}
-    return {key: tensor for key, tensor in model.items() if tensor is not None}
+    content = plain.read_bytes()
+    plain.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x03", 1))  # of the list of its files
+    with pytest.raises(CheckpointError, match=r"ckpt\.pt: not a checkpoint that torch\.save"):
+        take(become, plain)
 
 
 def with_tensor(name: str, value: torch.Tensor | None) -> Callable[[Run], dict[str, Any]]:
-    return lambda origin: {"model": changed(origin, name, value)}
+    def change(origin: Run) -> dict[str, Any]:
+        model = model_of(origin) | {name: value}
+        return {"model": {key: tensor for key, tensor in model.items() if tensor is not None}}
+
+    return change
 
 
 MISFITS: dict[str, Callable[[Run], dict[str, Any]]] = {
@@ -265,14 +268,6 @@ def test_what_does_not_fit_is_named(case, origin, become, tmp_path, wording):
     assert not become.path.exists()
 
 
-def test_a_damaged_archive_is_rejected_by_name(origin, become, tmp_path):
-    file = write(tmp_path / "ckpt.pt", nano(origin))
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b"PK\x01\x02", b"PK\x01\x03", 1))  # of the list of its files
-    with pytest.raises(CheckpointError, match=r"ckpt\.pt: not a checkpoint that torch\.save"):
-        take(become, file)
-
-
 @pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module."])
 def test_wrappers_come_off_in_any_order(prefix, origin, tmp_path):
     """torch.compile of DDP, or DDP of what torch.compile returned."""
@@ -303,11 +298,11 @@ def test_the_run_it_becomes_must_fit(origin, become, tmp_path):
 
 
 def test_the_command_rejects_in_one_line(become, tmp_path):
-    text = tmp_path / "notes.pt"
-    text.write_text("no checkpoint")
-    for flags, expected in (
-        ([f"--import_checkpoint={text}"], "notes.pt"),
-        ([f"--import_checkpoint={tmp_path / 'none.pt'}"], "no such file"),
-        (["--trust"], "--trust goes with --import_checkpoint"),
+    (tmp_path / "notes.pt").write_text("no checkpoint")
+    for flag, expected in (
+        ("--import_checkpoint=notes.pt", "notes.pt"),
+        ("--import_checkpoint=none.pt", "no such file"),
+        ("--trust", "--trust goes with --import_checkpoint"),
     ):
-        assert expected in launch.rejected(launch.call(launch.TRAIN, *become.flags, *flags))
+        done = launch.call(launch.TRAIN, *become.flags, flag, folder=tmp_path)
+        assert expected in launch.rejected(done)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, StaticCache
 
+from conversations import write_pairs
 from corpora import TEXTS, train_on
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelConfig
@@ -35,6 +36,7 @@ from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask, rejected, worked
+from one_process import disturbed
 from tiny import MODERN, edit_json, parse, pretrain
 
 CONTEXT, NEW = 64, 20
@@ -50,11 +52,7 @@ TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
 def pair(**options: Any) -> tuple[GPT, GPT2LabForCausalLM]:
     """Return our model with parameters far from their initial values, and transformers' with the same."""
     config = ModelConfig(**SHAPE, num_tokens=211, **options)
-    ours = build_model(config, seed=1, device=torch.device("cpu")).eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    ours = disturbed(config).eval()
     theirs = GPT2LabForCausalLM(GPT2LabConfig(**SHAPE, **options)).eval()
     state = ours.state_dict()
     theirs.load_state_dict(
@@ -250,8 +248,7 @@ def test_a_folder_of_another_network_is_rejected_by_name(change, folder, tmp_pat
 
 
 def test_a_tuned_modern_model_carries_its_chat_template(folder, tmp_path):
-    pairs = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_pairs(tmp_path / "pairs.jsonl")
     tune = [f"--init_from={folder / 'x'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
     tune += [f"--checkpoint_dir={tmp_path / 'runs'}", "--max_steps=2", "--mini_batch_size=1"]
     system = ["--device=cpu", "--dtype=fp32", "--compile=off", "--total_batch_size=128"]

@@ -1,6 +1,7 @@
 """Flags of evaluate --tasks that are rejected before anything is loaded."""
 
 import importlib.util
+import sys
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -29,9 +30,7 @@ def test_flags_of_tasks_are_checked_before_anything_is_loaded(tmp_path, monkeypa
     for names, said in (("own", "own"), ("own_task,own_tusk", "own_tusk: .*own_task"), (",", "")):
         with pytest.raises(ConfigError, match=rf"^--tasks:? ?{said}"):
             harness.require_tasks(TaskRequest(names, tasks_path=tmp_path))
-    known = {}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name)
-    )
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'gpt2lab\[lm-eval\]'$"):
         harness.require_tasks(TaskRequest("piqa"))
