@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,15 +67,11 @@ def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, wo
         read_settings(path)
 
 
-@pytest.mark.parametrize(
-    ("target", "place"),
-    [
-        *((4.5, (150.0, 1.5)), (4.0, (200.0, 2.0)), (3.75, (250.0, 2.5)), (3.4, None)),
-        (9.0, (100.0, 1.0)),
-    ],
-)
-def test_a_loss_is_reached_between_the_evaluations_around_it(target, place) -> None:
-    assert reach(FALLING, target) == pytest.approx(place)
+def test_a_loss_is_reached_between_the_evaluations_around_it() -> None:
+    places = {4.5: (150.0, 1.5), 4.0: (200.0, 2.0), 3.75: (250.0, 2.5), 9.0: (100.0, 1.0)}
+    for target, place in places.items():
+        assert reach(FALLING, target) == pytest.approx(place)
+    assert reach(FALLING, 3.4) is None
 
 
 def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
@@ -91,6 +88,11 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     assert (rival.tokens, rival.reached) == (200, 2)
     assert rival.loss_difference is None  # after fewer tokens
     assert base.loss_difference == exactly(0.0)
+    # A loss that a seed does not reach has no mean.
+    flat = Curve((100,), (1.0,), (9.0,))
+    _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
+    assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
+    assert rival.loss == over_seeds([3.5, 9.0])
 
 
 def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
@@ -105,13 +107,6 @@ def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
     assert found.mean == pytest.approx(-0.55)
     assert found.se == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
     assert found.half_width == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
-
-
-def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
-    flat = Curve((100,), (1.0,), (9.0,))
-    _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
-    assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
-    assert rival.loss == over_seeds([3.5, 9.0])
 
 
 def test_a_setting_that_diverged_has_no_number() -> None:
@@ -215,14 +210,6 @@ def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, c
     assert history.read_config(tmp_path / "out" / "a_seed1").optim.max_lr == 1.1e-4
 
 
-def test_a_run_that_fails_ends_the_ablation_and_says_why(shared, started, tmp_path, monkeypatch):
-    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
-    monkeypatch.setattr("gpt2lab.training.steps.train_step", _raise)
-    with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
-        run_all(runs)
-    assert started == ["a_seed1"]
-
-
 class Deadly(seed_runs.Machine):
     """A machine whose memory is too small, say."""
 
@@ -232,11 +219,18 @@ class Deadly(seed_runs.Machine):
         return trainer
 
 
-def test_a_run_that_is_killed_is_said_to_be(shared, tmp_path):
-    """Its last words are no reason, such as `loading PyTorch: 4 s so far`."""
-    runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
+def test_a_run_that_is_killed_or_fails_ends_the_ablation(shared, tmp_path, monkeypatch, request):
+    """The last words of one that is killed are no reason, such as `loading PyTorch: 4 s so far`."""
+    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
     with pytest.raises(CheckError, match=r"exit code -9: Killed; start again to continue$"):
         run_all(runs, machine=Deadly())
+    started = request.getfixturevalue("started")
+    full = GPT2LabError("disk is full")
+    full.exit_code = 75
+    monkeypatch.setattr("gpt2lab.training.steps.train_step", Mock(side_effect=full))
+    with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
+        run_all(runs)
+    assert started == ["a_seed1"]
 
 
 def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_path, monkeypatch):
@@ -298,12 +292,6 @@ def test_a_run_that_diverges_is_recorded_and_the_others_go_on(shared, started, t
     assert "hot, diverged in 1 of 1" in (tmp_path / "a.svg").read_text()
 
 
-def _raise(*_: Any, **__: Any) -> None:
-    error = GPT2LabError("disk is full")
-    error.exit_code = 75
-    raise error
-
-
 @pytest.mark.parametrize(
     ("flag", "seeds"),
     [
@@ -320,7 +308,7 @@ def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_name_too_long_for_a_file_is_rejected_before_anything_is_written(shared, tmp_path):
+def test_a_name_too_long_for_a_file_and_an_out_that_is_one_are_rejected(shared, tmp_path):
     settings = {"a": [], "ä" * 117: ["--max_lr=0.01"]}  # with _seed1 240 bytes
     longest = plan_runs(settings, shared, seeds=(1,), out=tmp_path)[1]
     longest.write_settings()
@@ -330,6 +318,9 @@ def test_a_name_too_long_for_a_file_is_rejected_before_anything_is_written(share
     ):
         plan_runs(settings, shared, seeds=(1, 10), out=out)
     assert not out.exists()
+    out.touch()
+    with pytest.raises(ConfigError, match=r"^--out .*out: a file; give the folder of the runs"):
+        plan_runs({"a": []}, shared, seeds=(1,), out=out)
 
 
 def test_a_flag_with_several_values_is_a_grid() -> None:
@@ -382,12 +373,6 @@ def test_flags_that_no_settings_file_holds_stay_flags(shared: list[str]) -> None
     assert found["a"].flags == ()
     assert found["b"].flags == (*own[:3], *own[4:])
     assert "mini_batch_size" not in found["b"].request.chosen
-
-
-def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path: Path) -> None:
-    (tmp_path / "it").touch()
-    with pytest.raises(ConfigError, match=r"^--out .*it: a file; give the folder of the runs"):
-        plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path / "it")
 
 
 def test_a_file_of_settings_gives_way_to_the_ablation_s_own(shared, tmp_path):

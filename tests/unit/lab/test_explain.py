@@ -119,13 +119,6 @@ def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
     assert (found["units"], found["unit"]) == (whole["n"], "document")
 
 
-def test_a_run_and_itself_differ_nowhere(folder: Path) -> None:
-    found = explain("both", "both", checkpoint_dir=folder / "runs")
-    assert (found.difference, found.difference_se) == (0, 0)
-    said = explaining.describe_explanation(found)
-    assert "which is within noise; no group of tokens differs" in said
-
-
 def test_a_model_blind_to_positions_shows_in_position_and_repetition(folder: Path) -> None:
     found = asked(folder, "both", "blind")
     assert found["difference"] > 0.3
@@ -234,9 +227,11 @@ def test_data_that_changed_or_are_gone_are_named(folder: Path, tmp_path: Path) -
     moved = written("moved", folder=lambda path: f"{path}-gone")
     with pytest.raises(DataError, match="no longer exist; restore them, or evaluate both again"):
         explain(moved, moved, checkpoint_dir=folder / "runs")
-    # One that still knows the folder is enough.
+    # One that still knows the folder is enough; and a run and itself differ nowhere.
     found = explain(moved, "both", checkpoint_dir=folder / "runs")
-    assert found.difference == 0
+    assert (found.difference, found.difference_se) == (0, 0)
+    said = explaining.describe_explanation(found)
+    assert "which is within noise; no group of tokens differs" in said
     for name in ("fingerprint", "windows_sha256"):
         other = written(name, **{name: lambda digest: digest[::-1]})
         with pytest.raises(DataError, match="not the data of the token losses"):
@@ -244,7 +239,9 @@ def test_data_that_changed_or_are_gone_are_named(folder: Path, tmp_path: Path) -
     assert kept.sources[0].windows == 200
 
 
-def test_losses_of_weights_that_the_run_left_are_not_taken(folder: Path, tmp_path: Path) -> None:
+def test_losses_of_weights_that_the_run_left_are_not_taken_and_what_keeps_none_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "both"
     shutil.copytree(folder / "runs" / "both", run, ignore=shutil.ignore_patterns("run.lock"))
     log = run / "metrics.jsonl"
@@ -253,9 +250,6 @@ def test_losses_of_weights_that_the_run_left_are_not_taken(folder: Path, tmp_pat
     log.write_text(log.read_text() + json.dumps(begin) + "\n")
     with pytest.raises(DataError, match="holds no token losses"):
         find_token_losses("both", tmp_path)
-
-
-def test_what_keeps_nothing_says_so(folder: Path) -> None:
     code, line = ask("evaluate.py", "both", "--keep_token_losses", "--hellaswag", folder=folder)
     assert (code, "--keep_token_losses is for validation on token shards" in line) == (2, True)
     with pytest.raises(ConfigError, match="fine-tuning measures answers"):
@@ -420,17 +414,16 @@ def test_degrees_of_freedom_are_those_of_each_group() -> None:
 
 
 def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path) -> None:
-    words = ("both", "letters", f"--checkpoint_dir={folder / 'runs'}", "--explain", "--json")
-    answer = call("compare", *words).stdout
-    (tmp_path / "it.json").write_text(answer)
-    groups = [g for split in json.loads(answer)["explain"]["splits"] for g in split["groups"]]
+    answer = ask("compare", "both", "letters", "--explain", "--json", folder=folder)
+    (tmp_path / "it.json").write_text(json.dumps(answer))
+    groups = [g for split in answer["explain"]["splits"] for g in split["groups"]]
     known = [g for g in groups if g["part_low"] is not None]
     assert known
     for one in known:
         middle = (one["part_low"] + one["part_high"]) / 2
         assert middle == pytest.approx(one["part"], abs=1e-12)
         assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
-    done = worked(call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}"))
+    worked(call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}"))
     picture = (tmp_path / "it.svg").read_text()
     for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
         assert f"<!-- {name}" in picture

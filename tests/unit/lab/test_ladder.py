@@ -64,9 +64,7 @@ def file(tiny_data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def rates(
-    family: Family, rung: str, *, factor: float = 1.0, **more: Any
-) -> tuple[float, float | None]:
+def rates(family: Family, rung: str, *, factor: float = 1.0, **more: Any) -> tuple[Any, Any]:
     """Return max_lr and muon_lr of a rung with other settings."""
     optim = family.request(family.rungs[rung] | more, factor).config.optim
     return optim.max_lr, optim.muon_lr
@@ -85,15 +83,18 @@ def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
     # No rung takes the batch or the rates that suit its own length.
     fixed = {"total_batch_size", "max_lr", "muon_lr"}
     assert fixed <= family.request({**family.rungs["a-64"], **micro}, 1.0).chosen
+    for name in FAMILIES:  # ladders of their own
+        family = read_family(name)
+        assert len(family.rungs) == 9
+        assert family.top is not None
+        assert family.rungs["w24-250K"]["model"] == f"{name.removesuffix('-tiny')}-nano"
 
 
-def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
-    own = 'c.n_embd = 18\nc.tokens = [128, "512"]'
-    file.write_text(file.read_text().replace("c.n_embd = 18", own))
+def test_a_size_may_have_its_own_tokens_and_a_longer_run_a_lower_rate(file: Path) -> None:
+    text, own = file.read_text(), 'c.n_embd = 18\nc.tokens = [128, "512"]'
+    file.write_text(text.replace("c.n_embd = 18", own))
     assert list(read_family(str(file)).rungs)[3:] == ["b-64", "b-128", "b-256", "c-128", "c-512"]
-
-
-def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
+    file.write_text(text)
     by_tokens = "exponent = 1\ntokens = 64\ntokens_exponent = 0.5"
     file.write_text(file.read_text().replace("exponent = 1", by_tokens))
     family = read_family(str(file))
@@ -101,14 +102,6 @@ def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
     assert found == {"a-64": 0.02, "a-256": 0.01, "c-256": 0.00444444}
     file.write_text(file.read_text().replace("exponent = 1", "exponent = 99999", 1))
     assert rates(read_family(str(file)), "c-256")[0] == 0  # which no run accepts
-
-
-def test_the_families_are_ladders_of_their_own() -> None:
-    for name in FAMILIES:
-        family = read_family(name)
-        assert len(family.rungs) == 9
-        assert family.top is not None
-        assert family.rungs["w24-250K"]["model"] == f"{name.removesuffix('-tiny')}-nano"
 
 
 @pytest.mark.parametrize(
@@ -414,8 +407,7 @@ def test_a_ladder_of_another_kind_than_the_job_is_rejected(folder, tiny_data, wo
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"data_name"', '"name_of_data"'),
-        ('"tokens": 1000000,', '"tokens": "1M",'),
+        *(('"data_name"', '"name_of_data"'), ('"tokens": 1000000,', '"tokens": "1M",')),
         ('"rungs": [', '"rungs": [1,'),
     ],
 )

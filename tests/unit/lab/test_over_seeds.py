@@ -38,9 +38,7 @@ def test_documents_are_paired_where_both_evaluated_the_same() -> None:
     ratio = (apart.high - apart.low) / (found.high - found.low)
     assert ratio == pytest.approx(np.hypot(*errors) / known.se, rel=1e-6)  # the same effective n
     assert apart.low < 0 < apart.high  # what is hard for both does not cancel
-
-
-def test_what_no_document_can_tell() -> None:
+    # What no document can tell.
     one = over_units([results(np.array([3.0]))], [results(np.array([2.0]))], "val_loss")
     assert (one.mean, one.low, one.high) == (-1.0, None, None)
     mixed = [results(np.ones(4)), results(np.ones(4), text="y")]

@@ -19,15 +19,13 @@ def binomial(rate: float, trials: int) -> float:
     return 3 * math.sqrt(rate * (1 - rate) / trials)
 
 
-def test_few_units_are_tested_by_all_signs() -> None:
+def test_few_units_are_tested_by_all_signs_and_accuracies_by_discordant_items() -> None:
     assert p_of_zero_mean(np.array([1.0, 2.0, 3.0, 4.0])) == 2 / 16
     assert p_of_zero_mean(np.array([1.0, -1.0])) == 1.0
     assert p_of_zero_mean(np.array([3.0])) is None
     ties = np.array([3.0, 1.0, 2.0, -4.0])  # tenths of them sum to 0.2 with an error
     assert p_of_zero_mean(ties / 10) == p_of_zero_mean(ties) == 14 / 16
-
-
-def test_discordant_items_are_tosses_of_a_coin() -> None:
+    # Discordant items are tosses of a coin.
     a, b = np.zeros(10), np.zeros(10)
     b[:4] = 1  # 4 : 0 looked beyond noise, and is not
     assert lab_stats.p_of_equal_accuracy(a, b) == 0.125
@@ -89,7 +87,10 @@ def test_the_number_of_seeds_is_that_of_known_tables(effect: float, known: int) 
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> None:
+def test_that_many_seeds_reach_the_power_fewer_do_not_and_spread_needs_more(
+    sequential: bool,
+) -> None:
+    """A power that is NaN in a far tail once made 6 seeds need 29, and between 61 and 171."""
     trials, effect = 10_000, 1.3
     n = lab_stats._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)
     rates = []
@@ -102,6 +103,12 @@ def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> N
         rates.append(np.mean(np.abs(values.mean(axis=1)) > half))
     assert rates[1] > lab_stats.POWER - binomial(0.8, trials)
     assert rates[0] < lab_stats.POWER + binomial(0.8, trials)
+    how = {"alpha": 0.025, "sequential": sequential}
+    deviations = (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
+    found = [lab_stats._fewest_seeds(0.01, sd, **how) for sd in deviations]
+    numbers = [count for count in found if count is not None]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == 6
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
@@ -109,17 +116,6 @@ def test_the_power_is_that_of_the_noncentral_t(n: int) -> None:
     for effect, critical in ((0.3, 2.0), (1.0, 4.0), (2.0, 3.0)):
         known = stats.nct.sf(critical, n - 1, effect * math.sqrt(n))
         assert lab_stats.power(effect * 0.1, 0.1, n, critical) == pytest.approx(known, abs=3e-4)
-
-
-@pytest.mark.parametrize("sequential", [False, True])
-def test_more_spread_never_needs_fewer_seeds(sequential: bool) -> None:
-    """A power that is NaN in a far tail once made 6 seeds need 29, and between 61 and 171."""
-    how = {"alpha": 0.025, "sequential": sequential}
-    deviations = (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
-    found = [lab_stats._fewest_seeds(0.01, sd, **how) for sd in deviations]
-    numbers = [count for count in found if count is not None]
-    assert numbers == sorted(numbers)
-    assert len(numbers) == 6
 
 
 def needed(values: list[float], *, sequential: bool = False) -> list[int | None]:

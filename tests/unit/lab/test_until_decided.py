@@ -162,10 +162,7 @@ def test_real_runs_stop_when_they_are_decided(tiny_data, tmp_path, started, caps
         ((f"{tmp_path / 'out'}/*_seed1", pair[0]), "max_lr is 0.01 in base_seed1 and 0.0001 in"),
         ((f"{tmp_path}/none*", pair[0]), "none*: no run of this name"),
         ((",", pair[0]), ": no run of this name"),
-        (
-            (f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]),
-            "seed 2 is only in",
-        ),
+        ((",".join([f"{tmp_path / 'out'}/base_seed1"] * 2), pair[1]), "seed 2 is only in"),
         ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
         ((*pair, "--smallest_difference=0"), "--smallest_difference 0 must be a number above 0"),
     ):
