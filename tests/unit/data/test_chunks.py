@@ -33,13 +33,10 @@ def test_chunks_give_the_ids_of_the_full_text(text, length, block):
     assert encode_chunks(found, GPT2).ids.tolist() == whole
 
 
-def test_text_with_many_places_to_cut_is_cut():
+def test_text_with_many_places_to_cut_is_cut_and_with_none_for_long_rejected(monkeypatch):
     found = list(cut(["word " * 1_000_000], where="here", cuts=GPT2.cuts))
     assert len(found) == 5
     assert max(len(chunk.text) for chunk in found) < encode.CHUNK_CHARS + 10
-
-
-def test_what_has_no_white_space_for_millions_of_characters_is_rejected(monkeypatch):
     monkeypatch.setattr(encode, "CHUNK_CHARS", 100)
     monkeypatch.setattr(encode, "LONGEST_WORD", 1000)
     with pytest.raises(DataError, match=r"b\.txt: .* without white space; probably not text"):

@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 import launch
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.data import windows as verifier_module
-from gpt2lab.data.shards import Shard, open_data
+from gpt2lab.data.shards import Shard, open_data, open_shard
 from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
@@ -57,13 +57,9 @@ def sparse_shards(folder: Path, *, count: int, tokens: int) -> tuple[Shard, ...]
     shards = []
     for index in range(count):
         path = folder / f"sparse_train_{index:06d}.npy"
-        with open(path, "wb") as file:
-            header = {"shape": (tokens,), "fortran_order": False, "descr": "<u2"}
-            npy.write_array_header_1_0(file, header)
-            offset = file.tell()
-            file.truncate(offset + 2 * tokens)
+        npy.open_memmap(path, "w+", "<u2", (tokens,))
         # A hash that nobody has computed yet: verifying 20 GB must not hold the first batch up.
-        shards.append(Shard(path, tokens, offset, sha256="0" * 64))
+        shards.append(dataclasses.replace(open_shard(path), sha256="0" * 64))
     return tuple(shards)
 
 

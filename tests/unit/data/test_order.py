@@ -184,35 +184,30 @@ CUTS = [(1, 1), (1, 24), (2, 3), (2, 12), (3, 2), (4, 6), (8, 3), (12, 2), (24, 
 @pytest.mark.parametrize(("world", "mini_batch"), CUTS)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_processes_share_the_same_samples_in_one_global_order(shards, shuffle, world, mini_batch):
+    """And each share says what is true of the whole batch."""
+    accumulation, windows = SAMPLES // (world * mini_batch), sum((s - 1) // CONTEXT for s in SIZES)
+    lasts = [i == accumulation - 1 for _ in range(world) for i in range(accumulation)]
     for step in (1, 9, 10, 40):  # step 9 crosses into the second epoch
         first, last = (step - 1) * SAMPLES, step * SAMPLES
         expected = windows_by_hand(shards, shuffle, first, last)
         shares = fetch_all(shards, shuffle, world=world, mini_batch=mini_batch, first=first)
+        micros = [micro for share in shares for micro in share.micro_batches]
         seen = [
             [*row.tolist(), target_row.tolist()[-1]]
-            for share in shares
-            for micro in share.micro_batches
+            for micro in micros
             for row, target_row in zip(micro.tokens, micro.targets, strict=True)
         ]
         assert seen == expected
         digest = hashlib.sha256(np.array(expected).astype("<u2").tobytes()).hexdigest()
         assert [share.hash for share in shares] == [digest, *[None] * (world - 1)]
-
-
-@pytest.mark.parametrize(("world", "mini_batch"), CUTS)
-def test_each_share_says_what_is_true_of_the_whole_batch(shards, world, mini_batch):
-    shares = fetch_all(shards, "shards", world=world, mini_batch=mini_batch, first=216)
-    accumulation = SAMPLES // (world * mini_batch)
-    micros = [micro for share in shares for micro in share.micro_batches]
-    assert [micro.index for micro in micros] == list(range(SAMPLES // mini_batch))
-    lasts = [i == accumulation - 1 for _ in range(world) for i in range(accumulation)]
-    assert [micro.is_last for micro in micros] == lasts
-    for micro in micros:
-        assert micro.tokens.shape == micro.targets.shape == (mini_batch, CONTEXT)
-        assert torch.equal(micro.tokens[:, 1:], micro.targets[:, :-1])  # targets are one ahead
-    for share in shares:
-        assert (share.num_targets, share.samples) == (SAMPLES * CONTEXT, SAMPLES)
-        assert (share.first_sample, share.epoch) == (216, 1)
+        assert [micro.index for micro in micros] == list(range(SAMPLES // mini_batch))
+        assert [micro.is_last for micro in micros] == lasts
+        for micro in micros:
+            assert micro.tokens.shape == micro.targets.shape == (mini_batch, CONTEXT)
+            assert torch.equal(micro.tokens[:, 1:], micro.targets[:, :-1])  # targets are one ahead
+        for share in shares:
+            assert (share.num_targets, share.samples) == (SAMPLES * CONTEXT, SAMPLES)
+            assert (share.first_sample, share.epoch) == (first, first // windows)
 
 
 def test_the_stream_of_batches_is_the_fetched_ones_in_a_row(shards):

@@ -42,11 +42,6 @@ from gpt2lab.tokenizers.plain import BYTES
 from tiny import write_shards
 
 
-def joined(folder: Path) -> list[int]:
-    """Return the tokens of a text of which the end was cut off for validation."""
-    return ids_of(folder, "train") + ids_of(folder, "val")
-
-
 def _as_jsonl(folder: Path) -> Path:
     return write_jsonl(folder / "corpus.jsonl", TEXTS)
 
@@ -117,7 +112,8 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(tmp_path, 
     run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=val_tokens)
     data = open_data(tmp_path / "out", vocab_size=50304)
     assert data.tokens("train") >= data.tokens("val") >= 2  # one window of T = 1 at least
-    assert joined(tmp_path / "out") == expected_stream([text])
+    found = [id for split in ("train", "val") for id in ids_of(tmp_path / "out", split)]
+    assert found == expected_stream([text]), "the end was cut off for validation"
     assert json.loads((tmp_path / "out" / "shards.json").read_text())["split"]["held_out"] == "cut"
     (tmp_path / "long.txt").write_text("".join(TEXTS))  # of which the end is as long as asked for
     result = run_prepare(tmp_path / "long.txt", tmp_path / "long", val_tokens=321)
