@@ -4,7 +4,6 @@ import errno
 import itertools
 import shutil
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -33,12 +32,6 @@ from whole_run import Run
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
 UNWRITABLE = SaveError("metrics.jsonl cannot be written")
 IN_STEP = "mirror: newest copy is step 6, newest checkpoint is step 6"
-
-
-@pytest.fixture
-def bucket(tmp_path) -> Path:
-    (tmp_path / "bucket").mkdir()
-    return tmp_path / "bucket"
 
 
 @pytest.fixture

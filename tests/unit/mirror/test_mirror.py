@@ -27,20 +27,9 @@ from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 from tiny import edit_json, flip_bit
 
 
-@pytest.fixture
-def bucket(tmp_path) -> Path:
-    (tmp_path / "bucket").mkdir()
-    return tmp_path / "bucket"
-
-
 @pytest.fixture(params=["file", "memory"])
 def url(request, bucket) -> str:
     return f"file://{bucket}" if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def run_dir(tmp_path) -> Path:
-    return new_run(tmp_path / "runs" / "run")
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ from gpt2lab.mirror.upload import MirrorReport, Uploader
 from mirrors import WAIT, commit, new_run, steps
 
 
-@pytest.fixture
-def run_dir(tmp_path) -> Path:
-    return new_run(tmp_path / "runs" / "run")
-
-
 class Troubled(MemoryFileSystem):
     """A store that fails, or waits, where a test wants it to."""
 
