@@ -49,22 +49,17 @@ def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) 
     return [id for (id,) in draw(model, prompt, **how, **settings)]
 
 
-def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
-    """Record of each call of attention: new positions, masked, causal, whether cuDNN's kernel is allowed."""
-    calls, attention = [], F.scaled_dot_product_attention
+def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkeypatch):
+    """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
+    model, calls, attention = completer(folder).model, [], F.scaled_dot_product_attention
 
     def record(q: torch.Tensor, *tensors: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Note new positions, masked, causal, and whether cuDNN's kernel is allowed."""
         masked = how["attn_mask"] is not None
         calls.append((q.size(2), masked, how["is_causal"], torch.backends.cuda.cudnn_sdp_enabled()))
         return attention(q, *tensors, **how)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    return calls
-
-
-def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkeypatch):
-    """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
-    model, calls = completer(folder).model, attention_calls(monkeypatch)
     how = {"generators": [torch.Generator()], "end_of_text": END_OF_TEXT}
     drawn = draw(model, [1, 2, 3], max_new_tokens=4, **how)
     for _ in drawn:
@@ -122,9 +117,7 @@ def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     assert next(other.complete(prompt, number=1)).text != next(other.complete(prompt)).text
     for place, found in enumerate(three):
         assert "".join(completer(folder).stream(prompt, number=0, place=place)) == found.text
-
-
-def test_a_billion_texts_come_one_batch_after_the_other(folder):
+    # A billion texts come one batch after the other.
     many = completer(folder)
     found = list(itertools.islice(many.complete([1], num_samples=10**9), 20))
     assert many.tokens == 2 * 16 * many.style.max_new_tokens

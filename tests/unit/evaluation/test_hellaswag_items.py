@@ -149,17 +149,16 @@ def test_nobody_asks_nothing_is_fetched(flags, tiny_flags, monkeypatch):
     assert planned.hellaswag == "fetch", "a plan alone fetches nothing"
 
 
-def test_offline_is_one_line_and_training_goes_on(flags, monkeypatch):
+def test_offline_is_one_line_and_what_was_fetched_is_kept_in_the_settings(
+    flags, tmp_path, monkeypatch
+):
+    """So that a resume evaluates too, though nothing is typed there."""
     offline = DataError("https://...: cannot be downloaded (no network)")
     monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=offline))
     start = started([*flags, "--hellaswag_limit=10"])
     assert start.hellaswag == "off"
     (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]
     assert line == "HellaSwag is not evaluated: https://...: cannot be downloaded (no network)"
-
-
-def test_what_was_fetched_is_kept_in_the_settings(flags, tmp_path, monkeypatch):
-    """So that a resume evaluates too, though nothing is typed there."""
     path = write_items(tmp_path / "items.jsonl")
     monkeypatch.setattr(starts, "fetch_hellaswag", lambda: path)
     start = started([*flags, "--hellaswag_freq=5"])

@@ -41,6 +41,7 @@ def talk(folder: Path, target: str, text: str, *flags: str) -> Done:
 
 
 def test_what_was_said_is_the_context_until_it_no_longer_fits():
+    """A long question leaves less room, and a longer one is rejected."""
     echo = Echo()
     chat = Chat(echo)  # type: ignore[arg-type]
     said: list[Turn] = []
@@ -58,11 +59,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits():
     chat.turns = []
     "".join(chat.ask("One"))
     assert echo.asked[-1] == echo.asked[0]
-
-
-def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected():
-    echo = Echo()
-    chat = Chat(echo)  # type: ignore[arg-type]
+    chat.turns = []
     "".join(chat.ask("word " * 45))
     ids, at_most = echo.asked[-1]
     assert at_most == CONTEXT - len(ids) + 1 < 12

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import launch
-from conversations import CONTEXT, finetune, flags_of, order_of, write_both
+from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_both
 from ecosystem import works_with
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.presets import preset
@@ -21,7 +21,6 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.packed import PackedGPT, RowLoader
-from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import GPT, build_model, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
@@ -139,11 +138,8 @@ def without_padding(model: GPT) -> GPT:
 
 
 def batches(folder: Path, steps: int) -> list[GlobalBatch]:
-    settings = {"instructions": str(folder / "pairs.jsonl"), "packing": "off"}
-    data = open_instructions(override(Config(), {"context_length": CONTEXT, **settings}), GPT2)
-    rows, plan = data.rows["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
-    order = order_of(rows)
-    loader = RowLoader(order, rows, plan, rank=0, device=torch.device("cpu"))
+    rows, plan = rows_of(folder, "off")["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
+    loader = RowLoader(order_of(rows), rows, plan, rank=0, device=torch.device("cpu"))
     return [loader.fetch(4 * step) for step in range(steps)]
 
 

@@ -144,11 +144,9 @@ def run(tiny_run, request) -> Path:
     return tiny_run(model=request.param, max_steps=6, eval_freq=3, checkpoint_freq=3).path
 
 
-def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run):
-    assert evaluated(run.name, run.parent).val_loss == launch.events(run, "eval")[-1]["val_loss"]
-
-
 def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(run, tiny_data, tmp_path):
+    """It is evaluated afterwards with the trainer's own loss."""
+    assert evaluated(run.name, run.parent).val_loss == launch.events(run, "eval")[-1]["val_loss"]
     with pytest.raises(ConfigError, match=r"another architecture: positions .*rotary -> learned"):
         resume = [f"--checkpoint_dir={run.parent}", "--resume=latest", "--positions=learned"]
         resolve(parse(resume), world_size=1, set_aside=False)
