@@ -34,10 +34,6 @@ def branch(trunk: Run, name: str, *flags: str) -> Run:
     return run
 
 
-def rates(run: Run) -> dict[int, float]:
-    return {event["step"]: event["lr"] for event in run.events("step")}
-
-
 def test_an_unchanged_branch_is_the_run_itself_and_leaves_it_alone(trunk):
     before = trunk.listing()
     found = branch(trunk, "same", "--branch_from=tiny@8")
@@ -79,7 +75,8 @@ def test_a_cooldown_falls_from_the_step_and_resumes_to_the_same_bits(trunk, shap
     straight.train()
     share = [n / 6 if shape == "linear" else (n / 6) ** 0.5 for n in range(1, 7)]
     wanted = {8 + n: RATE - (RATE - FLOOR) * share[n - 1] for n in range(1, 7)}
-    assert rates(straight) == pytest.approx(wanted, rel=1e-12)
+    rates = {event["step"]: event["lr"] for event in straight.events("step")}
+    assert rates == pytest.approx(wanted, rel=1e-12)
     cut = branch(trunk, f"cut_{shape}", "--resume=auto", *flags, "--cooldown=0.768k")
     cut.train("--stop_after_steps=11")
     cut.train()

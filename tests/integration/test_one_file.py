@@ -16,11 +16,9 @@ import launch
 import tiny
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.data.manifest import FORMAT, write_manifest
-from gpt2lab.data.prepare.write import measure_shard
-from gpt2lab.data.shards import open_shard
-from gpt2lab.tokenizers.opening import record_of
+from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.plain import BYTES
+from token_files import UNKNOWN
 
 FILE = launch.REPOSITORY / "examples" / "one_file.py"
 STEPS = 50
@@ -56,14 +54,7 @@ def data(tmp_path_factory) -> Path:
     corpora.run_prepare(source, folder / "bytes", tokenizer=BYTES, **sizes)
     corpora.run_prepare(source, folder / "gpt2", shard_tokens=400, val_tokens=200)
     tiny.write_shards(folder / "unknown", train=tiny.TRAIN_SHARDS, val=tiny.VAL_SHARDS)
-    files = []
-    for path in sorted((folder / "unknown").glob("*.npy")):
-        shard, split = open_shard(path), path.name.split("_")[1]
-        facts = measure_shard(path, offset=shard.offset)
-        known = {name: facts[name] for name in ("bytes", "sha256", "max_id")}
-        files.append({"name": path.name, "split": split, "tokens": shard.tokens, **known})
-    manifest = {"format": FORMAT, "tokenizer": record_of(None), "files": files}
-    write_manifest(folder / "unknown", manifest)
+    import_folder(folder / "unknown", UNKNOWN)
     return folder
 
 
