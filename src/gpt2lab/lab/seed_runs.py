@@ -300,18 +300,20 @@ def run_all(
         label = f"[{number}/{len(runs)}] {run.name}"
         try:
             _run_one(run, label, trainers, may_diverge=may_diverge, may_stop=may_stop)
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             trainers.stopping.set()  # the running jobs finish, nothing else starts
             raise
         return run
 
     complete: set[str] = set()
+    failures: list[BaseException] = []
     pool = ThreadPoolExecutor(jobs)
     try:
         numbered = enumerate(runs, start=1)
         trained: Iterable[SeedRun] = itertools.starmap(train, numbered)  # in this thread
         if jobs > 1:
-            trained = _as_completed([pool.submit(train, *one) for one in numbered])
+            trained = _as_completed([pool.submit(train, *one) for one in numbered], failures)
         for run in trained:
             complete.add(run.name)
             waiting = {other.seed for other in runs if other.name not in complete}
@@ -327,16 +329,15 @@ def run_all(
         pool.shutdown()
 
 
-def _as_completed(tasks: list[Future[SeedRun]]) -> Iterator[SeedRun]:
-    """Yield each run that is complete, and raise the first error after all others have ended."""
-    errors = []
+def _as_completed(
+    tasks: list[Future[SeedRun]], failures: Sequence[BaseException]
+) -> Iterator[SeedRun]:
+    """Yield each run that is complete, and raise the first failure after all others have ended."""
     for task in as_completed(tasks):
-        if error := task.exception():
-            errors.append(error)
-        else:
+        if not task.exception():
             yield task.result()
-    if errors:
-        raise errors[0]
+    if failures:
+        raise failures[0]
 
 
 class Machine:

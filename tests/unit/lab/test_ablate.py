@@ -249,6 +249,17 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["settings"]
 
 
+def test_the_failure_is_named_not_the_runs_that_did_not_start_after_it(shared, tmp_path):
+    class Crowded(Machine):
+        def start(self, run: SeedRun, environment: dict[str, str]) -> Any:
+            raise CheckError("no room for a process")
+
+    runs = plan_runs({"a": []}, shared, seeds=tuple(range(9)), out=tmp_path)
+    for _ in range(5):  # the order in which threads end is chance
+        with pytest.raises(CheckError, match="no room for a process"):
+            run_all(runs, jobs=2, machine=Crowded())
+
+
 def test_runs_that_end_after_another_failed_count_as_complete(shared, tmp_path, monkeypatch):
     both_began = threading.Barrier(2)
     seen: list[Any] = []
