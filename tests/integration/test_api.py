@@ -95,9 +95,14 @@ def test_training_leaves_no_thread_and_needs_the_main_one(run):
     assert "shard verifier" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_model_takes_one_text_that_fits(run):
+def test_a_model_takes_one_text_that_fits(run, monkeypatch):
     run.train("--max_steps=1", "--vocab_size=50304", "--sample_freq=0")
     model = gpt2lab.load(run.path)
+    alone, encode = model.generate("a", max_new_tokens=5), model._encode
+    with monkeypatch.context() as patch:  # another thread generates in between
+        patch.setattr(model, "_encode", lambda text: (other(), encode(text))[1])
+        other = lambda: (patch.undo(), model.generate("b", max_new_tokens=1))  # noqa: E731
+        assert model.generate("a", max_new_tokens=5) == alone
     long = "word " * (model.config.context_length + 1)
     with pytest.raises(ConfigError, match="top_k 'a' is not a whole number"):
         model.generate("a", top_k="a")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ class LanguageModel:
         style = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed)
         _check_flags(SamplingParams, dataclasses.asdict(style), "generate")
         check_sampling(style)
-        self._completer.style = style
-        (found,) = self._completer.complete(self._encode(text))
+        completer = copy.copy(self._completer)  # another thread may generate with other settings
+        completer.style = style
+        (found,) = completer.complete(self._encode(text))
         return text + found.text
 
     def logits(self, text: str) -> Tensor:
