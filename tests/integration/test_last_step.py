@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import SaveError
 from gpt2lab.training.stop import Signals
@@ -60,13 +61,18 @@ def test_after_a_stop_at_the_last_step_the_resume_measures_the_rest(
     assert_complete(folder, name)
 
 
-@pytest.mark.parametrize("place", ["measure.eval", "checkpoint.after_label"])
+@pytest.mark.parametrize("place", ["step.report", "measure.eval", "checkpoint.after_label"])
 def test_an_error_at_the_last_step_fails_and_the_resume_completes_the_run(
     folder, place, monkeypatch
 ):
+    """In the step's report, nothing has noted yet what is due after it."""
     name = f"raise_{place}"
     flags = flags_of(folder, name)
     monkeypatch.setenv("FAULT", f"{place}:raise@{LAST}")
+    monkeypatch.setattr(
+        "gpt2lab.training.steps.report_health",
+        lambda state, *_, **__: faultpoint("step.report", state.step),
+    )
     with pytest.raises(RuntimeError, match=f"fault point {place}"):
         pretrain(parse(flags))
     status = json.loads((folder / "runs" / name / "status.json").read_text())

@@ -211,9 +211,12 @@ class Trainer:
             return
         if self.state.val_loss is None and (known := recorded.get("eval")):
             self.steps.state = self.state.with_val_loss(known["val_loss"])
-        # An evaluation may also be due by this start's --eval_freq, or left out by an earlier version.
-        owed = {*self.state.due, *(["eval"] if self.state.val_loss is None else [])} - {*recorded}
-        left = tuple(name for name in due if name in owed)
+        # An evaluation may also be due by this start's --eval_freq, or left out by an earlier version; an error may
+        # have ended the start before it noted what is due.
+        owed = {*self.state.due, *(["eval"] if self.state.val_loss is None else [])}
+        if self.saver.resumed_kind == "emergency" and not self.state.due:
+            owed = {*due}
+        left = tuple(name for name in due if name in owed - {*recorded})
         self.steps.state = dataclasses.replace(self.state, due=left)
         self.measure()
         self.saver.complete(self.state, self.saves.labels(), is_recorded="checkpoint" in recorded)
