@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint import manifest
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.validation import Validation
 from gpt2lab.model.gpt import GPT
@@ -92,7 +92,7 @@ def test_seconds_of_a_step_hold_the_wait_for_data(run, slowed):
 
 def test_seconds_of_a_step_hold_no_evaluation_and_no_saving(run, slowed):
     slowed(Validation, "measure")
-    slowed(store, "save")
+    slowed(manifest, "commit")
     run.train("--max_steps=2", "--eval_freq=1", "--checkpoint_freq=1")
     for kind in ("eval", "checkpoint"):
         assert all(event["seconds"] >= 100 for event in run.events(kind))
