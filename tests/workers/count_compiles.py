@@ -6,10 +6,7 @@ With COMPILE_EVALUATION the validation is compiled too, as on a GPU.
 import functools
 import os
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 from torch import nn

@@ -2,11 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import gpt2lab.distributed.runtime
 import gpt2lab.training.steps

@@ -2,13 +2,7 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 from typing import get_args
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -2,10 +2,7 @@
 
 import hashlib
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch.distributed as dist
 
