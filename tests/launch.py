@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,32 +121,6 @@ def words_of(name: Path | str) -> list[str]:
 def script(name: str, *words: object, **extra: str) -> Done:
     """Run a script or a verb as its own program."""
     return python(*words_of(name)[1:], *words, **extra)
-
-
-_opened: list[Path] | None = None
-
-
-def _note(event: str, args: tuple[Any, ...]) -> None:
-    if _opened is not None and event == "open" and isinstance(args[0], str | os.PathLike):
-        path, mode = Path(args[0]), args[1]
-        if mode is not None or _opened[-1:] != [path]:  # else the `opener` of the call before
-            _opened.append(path)
-
-
-sys.addaudithook(_note)
-
-
-@contextlib.contextmanager
-def opened_files(folder: Path) -> Iterator[list[Path]]:
-    """Collect the files below `folder` that this process opens meanwhile, once for each time."""
-    global _opened
-    inside: list[Path] = []
-    _opened = []
-    try:
-        yield inside
-    finally:
-        inside += [path for path in _opened if path.is_relative_to(folder) and path.is_file()]
-        _opened = None
 
 
 def write_program(path: Path, text: str) -> Path:

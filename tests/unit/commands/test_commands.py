@@ -1,15 +1,19 @@
 """The commands as people use them: from any folder, in an instant, without torch."""
 
 import errno
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,19 +21,21 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import launch
+from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import Draft, commit
 from gpt2lab.commands import verbs
 from gpt2lab.commands.checkpoints import List
 from gpt2lab.commands.command_line import Actions
+from gpt2lab.commands.doctor import without_names
 from gpt2lab.commands.entry import run as run_command
 from gpt2lab.config.schema import TuningConfig
 from gpt2lab.config.settings import LEAVES
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
 from launch import SCRIPTS, TRAIN, call
-from tiny import CONTEXT, TINY, TRAIN_SHARDS, write_shards
-from whole_run import facts_of, listing
+from tiny import CONTEXT, TINY, TRAIN_SHARDS, edit_json, write_shards
+from whole_run import LAST, facts_of, listing
 
 
 def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
@@ -200,9 +206,17 @@ def test_a_foreign_folder_shows_what_is_there_and_a_dry_run_the_plan_in_words_an
 
 def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(runs, capsys):
     """Each is read once, and no tensor file at all: that is why it takes less than half a second."""
-    before = listing(runs)
-    with launch.opened_files(runs) as opened:
-        assert List(checkpoint_dir=runs).execute() == 0
+    before, seen = listing(runs), [runs]
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        is_below = event == "open" and str(args[0]).startswith(f"{runs}/")
+        # Without a mode it is the `opener` of the call before.
+        if is_below and (args[1] is not None or seen[-1] != Path(args[0])):
+            seen.append(Path(args[0]))
+
+    sys.addaudithook(note)
+    assert List(checkpoint_dir=runs).execute() == 0
+    opened = [path for path in seen if path.is_file()]
     assert listing(runs) == before
     manifests = [path for path in opened if path.name == "manifest.json"]
     assert len(manifests) == len(set(manifests)) == 200
@@ -316,3 +330,52 @@ def test_a_number_that_cannot_be_is_rejected_before_any_work(tmp_path, monkeypat
     with pytest.raises(ConfigError, check=wording):
         verbs.main(line.split())
     assert not list(tmp_path.iterdir())
+
+
+# gpt2lab doctor: what helps with an issue is in it, and what belongs to its writer is not.
+def test_doctor_prints_versions_and_hardware():
+    code, said, error = launch.call("doctor")
+    assert (code, error) == (0, "")
+    for name in ("torch", "numpy", "safetensors"):
+        assert f"  {name:<16} {importlib.metadata.version(name)}\n" in said
+    assert f"  gpt2lab          {__version__}\n" in said
+    assert f"python           CPython {platform.python_version()}\n" in said
+    assert said.startswith("versions:\n")
+    assert "\nmachine:\n" in said
+    assert "run:" not in said
+    found = json.loads(launch.call("doctor", "--json").stdout)
+    assert set(found) == {"versions", "machine", "gpus", "topology"}
+    assert found["machine"]["cores"] >= 1
+    assert set(map(str, found["versions"])) >= {"gpt2lab", "git", "python", "torch", "triton"}
+
+
+def test_a_run_s_facts_identify_it_and_hide_its_owner(straight, tmp_path, monkeypatch):
+    home = tmp_path / "home" / "somebody"
+    shutil.copytree(straight.path, home / "runs" / "tiny")
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USER", "somebody")
+    monkeypatch.setattr(platform, "node", lambda: "tiny-host")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-tiny-host-somebody")
+    code, said, error = launch.call("doctor", home / "runs" / "tiny", "--json")
+    assert (code, error) == (0, "")
+    run = json.loads(said)["run"]
+    assert (run["folder"], run["state"], run["step"]) == ("~/runs/tiny", "completed", LAST)
+    facts = json.loads((straight.path / "run.json").read_text())
+    assert run["data_fingerprint"] == facts["data_fingerprint"]
+    assert run["run_torch"] == facts["environment"]["torch"]
+    for private in ("somebody", "tiny-host", "value-of", str(tmp_path)):
+        assert private not in said
+    # The same settings in another place have the same hash, other settings another one.
+    for change, same in (({"checkpoint_dir": "/else"}, True), ({"seed": 5}, False)):
+        edit_json(home / "runs" / "tiny" / "config.json", **change)
+        other = json.loads(launch.call("doctor", home / "runs" / "tiny", "--json").stdout)["run"]
+        assert (other["settings_sha256"] == run["settings_sha256"]) == same
+
+
+def test_a_host_is_hidden_with_its_domain(monkeypatch):
+    said = "rank 0 on gpu7.cs.uni.edu: timeout; my-gpu7 too, not gpu70."
+    for node in ("gpu7", "gpu7.cs.uni.edu"):
+        monkeypatch.setattr(platform, "node", lambda node=node: node)
+        assert without_names([said]) == ["rank 0 on ***: timeout; my-*** too, not gpu70."]

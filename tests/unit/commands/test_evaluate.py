@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,8 +19,9 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.lab.compare import compare
+from gpt2lab.runs import weights
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
-from launch import SCRIPTS, ask
+from launch import REPOSITORY, SCRIPTS, ask
 from tiny import (
     CONTEXT,
     flags_of,
@@ -257,3 +260,32 @@ def test_results_of_an_abandoned_line_are_not_taken_for_the_runs(folder, tmp_pat
     pretrain(parse([*flags, "--stop_after_steps=3", "--device=cpu"]))
     (difference, *_) = compare("a", "b", checkpoint_dir=tmp_path / "runs", only="validation")
     assert difference.a == pytest.approx(last(folder, "a", "eval", 2)["val_loss"])
+
+
+# Memory that is used up is one line and exit code 1 in every command, as it is in training.
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: bytearray(1 << 60)])
+@pytest.mark.parametrize(
+    "typed", ["sample.py a --prompt=hello", "evaluate.py a", "export_hf.py a --out=never"]
+)
+def test_no_room_for_the_weights_is_one_line(typed, allocate, folder, monkeypatch):
+    monkeypatch.setattr(weights, "load_weights", lambda target: allocate())
+    monkeypatch.setattr("gpt2lab.interop.export.load_weights", lambda target: allocate())
+    done = launch.call(*typed.split(), "--checkpoint_dir=runs", folder=folder)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: out of memory: ")
+    assert "this command needs more than is free" in line
+
+
+def test_no_room_for_a_library_is_one_line(folder):
+    """A limit so low that torch itself cannot be loaded."""
+    program = "import resource, runpy, sys; limit = 300 << 20\n"
+    program += "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+    program += "sys.argv = sys.argv[1:]; sys.path.insert(0, 'scripts')\n"
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = ["scripts/sample.py", str(folder / "runs" / "a"), "--prompt=hello"]
+    words = [sys.executable, "-c", program, *words]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: out of memory: ")
+    assert "Traceback" not in done.stderr
