@@ -51,15 +51,8 @@ def lines_of_a_start(
         return json.dumps(head | fields) + "\n"
 
     last = max_steps or first + steps - 1
-    yield line(
-        "begin",
-        first - 1,
-        0.0,
-        max_steps=last,
-        tokens_per_step=tokens_per_step,
-        world_size=1,
-        order_version=2,
-    )
+    begun = {"max_steps": last, "tokens_per_step": tokens_per_step, "world_size": 1}
+    yield line("begin", first - 1, 0.0, **begun, order_version=2)
     if attempt > 1:
         yield line("resume", first - 1, 0.0, from_step=first - 1, changes={}, level="same data")
     elapsed = 10.0
@@ -98,10 +91,10 @@ def long_run_of(run_dir: Path, folder: Path) -> Path:
     return folder
 
 
-def peak_bytes(read: Callable[[Path], object], run_dir: Path) -> int:
-    """Return the peak of what Python and numpy allocate while a function reads a run."""
+def peak_bytes(read: Callable[[Any], object], what: Any) -> int:
+    """Return the peak of what Python and numpy allocate while a function reads something, such as a run."""
     tracemalloc.start()
-    assert read(run_dir)
+    assert read(what)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak

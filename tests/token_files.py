@@ -53,9 +53,7 @@ def write_datatrove(
         Path(f"{path}.metadata").write_text(f"{name}|{width}\n{len(ids)}\n{len(ids) / 1000:.1f} kT")
 
 
-def write_megatron(
-    path: Path, made: Documents, *, code: int = 8, per_sequence: int = 1, modes: bool = False
-) -> None:
+def write_megatron(path: Path, made: Documents, *, code: int = 8, per_sequence: int = 1) -> None:
     """Write as Megatron's IndexedDatasetBuilder: .bin of ids, .idx of sequences and of documents' bounds."""
     kind, width = {3: ("h", 2), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}[code]
     ids = flat(made)
@@ -72,7 +70,6 @@ def write_megatron(
         + struct.pack(f"<{len(lengths)}i", *lengths)
         + struct.pack(f"<{len(pointers)}q", *pointers)
         + struct.pack(f"<{len(bounds)}q", *bounds)
-        + (struct.pack(f"<{len(lengths)}b", *[0] * len(lengths)) if modes else b"")
     )
 
 

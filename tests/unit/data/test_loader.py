@@ -5,9 +5,6 @@ import hashlib
 import json
 import os
 import threading
-import tracemalloc
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,6 +21,7 @@ from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
 from loading import T, loader_over
+from long_logs import peak_bytes
 from plain_log import read_events
 from tiny import VOCAB, flip_bit, parse, pretrain
 
@@ -39,17 +37,7 @@ def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(tmp_path, shuffl
     loader.fetch(0)
     monkeypatch.setattr(os, "open", Mock(side_effect=AssertionError("opened a second time")))
     for number in range(1, 4):
-        assert allocated(partial(loader.fetch, 512 * number)) < 3 * 512 * (T + 1) * 2
-
-
-def allocated(call: Callable[[], object]) -> int:
-    """Return the most bytes that a call held at once, of Python's and numpy's memory."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        assert peak_bytes(loader.fetch, 512 * number) < 3 * 512 * (T + 1) * 2
 
 
 def sparse_shards(folder: Path, *, count: int, tokens: int) -> tuple[Shard, ...]:
@@ -75,7 +63,7 @@ def test_the_first_batch_needs_its_own_windows_of_ten_billion_alone(tmp_path, sh
     for first in (0, windows // 2, windows - 30, 3 * windows + 12_345):
         go_on.clear()
         loader = loader_over(shards, samples=64, shuffle=shuffle, verify=True)
-        assert allocated(partial(loader.fetch, first)) < 1e6
+        assert peak_bytes(loader.fetch, first) < 1e6
         batches = loader.batches(first)
         batch = next(batches)
         go_on.set()
