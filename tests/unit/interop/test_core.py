@@ -3,10 +3,13 @@
 tests/golden/run_nanochat_core.py recorded what nanochat's own code says.
 """
 
+import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ import pytest
 import launch
 from golden.run_nanochat_core import model_of
 from gpt2lab.commands.evaluate import Evaluate, as_text, evaluate, main
-from gpt2lab.errors import GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.interop.core import measure_core, read_bundle
-from gpt2lab.interop.tasks import TaskResults
+from gpt2lab.interop.tasks import TaskRequest, TaskResults, require_tasks
 from gpt2lab.report.page import render
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.named import open_tokenizer
@@ -265,3 +268,27 @@ def test_wrong_flags_and_files_are_one_line(tmp_path):
     archive.write_bytes(content[: place + 12] + b"\0" * 40 + content[place + 52 :])
     with pytest.raises(GPT2LabError, match=r"cut\.zip/core\.yaml: not as in DCLM's"):
         read_bundle(archive, None)
+
+
+def test_flags_of_tasks_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
+        main(["nobody", "--limit=3"])
+    with pytest.raises(ConfigError, match=r"--hellaswag_limit$"):
+        main(["nobody", "--hellaswag", "--limit=3"])
+    with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):
+        main(["nobody", "--tasks=piqa", "--limit=0"])
+    real = importlib.util.find_spec
+    known = {"lm_eval": ModuleSpec("lm_eval", None, is_package=True)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: known.get(name) or real(name))
+    with pytest.raises(ConfigError, match=r"^--tasks_path \S+: no such folder, or no task in it"):
+        require_tasks(TaskRequest("piqa", tasks_path=tmp_path))
+    (tmp_path / "some.yaml").write_text("tag: [all, others]\ntask: own_task\n")
+    for names in ("own_task", "others, own_task"):
+        require_tasks(TaskRequest(names, tasks_path=tmp_path))
+    for names, said in (("own", "own"), ("own_task,own_tusk", "own_tusk: .*own_task"), (",", "")):
+        with pytest.raises(ConfigError, match=rf"^--tasks:? ?{said}"):
+            require_tasks(TaskRequest(names, tasks_path=tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'gpt2lab\[lm-eval\]'$"):
+        require_tasks(TaskRequest("piqa"))
