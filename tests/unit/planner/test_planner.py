@@ -1,7 +1,11 @@
-"""What must be true of any forecast: windows, scaling, loss."""
+"""What must be true of any forecast: windows, scaling, loss, what is sent; and the table of GPUs it rests on."""
 
 import dataclasses
-from typing import Any
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,18 +14,29 @@ from hypothesis import settings as rules
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+import launch
 from forecasting import KNOWN, job_for, on, predict
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import OptimConfig
+from gpt2lab.config.schema import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    Parallel,
+    SystemConfig,
+)
 from gpt2lab.config.settings import override
-from gpt2lab.model.counts import checkpoint_bytes
+from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import checkpoint_bytes, count_block_parameters
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.muon import NEWTON_SCHULZ
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import estimate as estimating
 from gpt2lab.planner import hardware, timing
+from gpt2lab.planner.communication import exposed, step_bytes, wire_share
 from gpt2lab.planner.estimate import effective_tokens, estimate, predicted_loss, verdict
+from gpt2lab.planner.hardware import Link
 from gpt2lab.planner.job import Job
 from gpt2lab.training.progress import Interval, total
 
@@ -190,3 +205,172 @@ def test_a_cpu_takes_muons_rounds_in_fp32_and_more_time_for_logits_that_are_not_
     fp32, bf16, eager = rates(False, True), rates(True, True), rates(True, False)
     assert {kind for kind in fp32 if fp32[kind] != bf16[kind]} == {"matmul", "attention"}
     assert {kind for kind in bf16 if bf16[kind] < eager[kind]} == {"logits"}
+
+
+# What is sent between processes, by mode: its bytes, its seconds, and what of them a step shows.
+MODES: tuple[Parallel, ...] = get_args(Parallel)
+STEADY = Link("steady", "", ((1.0, 1e9),), is_nvlink=False)  # 1 GB/s whatever the message
+MODEL = preset("gpt2").model
+MODERN = preset("modern-small").model
+
+
+def sharing_seconds(
+    parallel: Parallel, *, window: float, world: int = 4, link: Link | None = STEADY, **more: Any
+) -> tuple[float, float]:
+    model = more.get("model", MODEL)
+    batch = BatchConfig(total_batch_size=3 * world * model.context_length, mini_batch_size=1)
+    system = SystemConfig(parallel=parallel, fsdp_param_dtype=more.get("param_dtype", "fp32"))
+    job = Job(Config(model=model, batch=batch, system=system), 1, world, "bf16", compiled=True)
+    return exposed(job, link, window)
+
+
+@pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
+@pytest.mark.parametrize(("mode", "dtype"), [*((mode, "fp32") for mode in MODES), ("fsdp", "bf16")])
+def test_all_that_is_sent_is_timed(mode, dtype, model):
+    """And nothing of it is hidden, where there is nothing to hide behind."""
+    sent = step_bytes(model, parallel=mode, accumulation=3, param_dtype=dtype)
+    expected = sum(size * wire_share(kind, world_size=4) for kind, size in sent.items()) / 1e9
+    found = sharing_seconds(mode, window=0.0, model=model, param_dtype=dtype)
+    assert found == pytest.approx((expected, expected))
+
+
+@pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
+def test_matrices_gathered_in_bf16_are_half_the_bytes(model):
+    """The gradients of vectors are scattered once instead of with each of three micro-batches; their sum stays fp32."""
+    matrices = 12 * model.n_layer * model.n_embd**2
+    vectors = model.n_layer * count_block_parameters(model) - matrices
+    how = {"parallel": "fsdp", "accumulation": 3}
+    fp32, bf16 = (step_bytes(model, param_dtype=dtype, **how) for dtype in ("fp32", "bf16"))
+    assert fp32["all_gather"] - bf16["all_gather"] == 3 * 2 * 2 * matrices + 5 * 4 * vectors
+    assert fp32["reduce_scatter"] - bf16["reduce_scatter"] == 2 * 4 * vectors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_work_hides_what_travels_beside_it_but_never_all(mode):
+    shown = [sharing_seconds(mode, window=window)[0] for window in (0.0, 0.1, 1.0, 10.0, 1e6)]
+    assert shown == sorted(shown, reverse=True)
+    embedding = 4 * MODEL.vocab_size * MODEL.n_embd / 1e9  # of three micro-batches under fsdp
+    assert shown[-1] > (3 * 0.75 if mode == "fsdp" else 1.5) * embedding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bytes_are_those_of_real_steps(mode, tiny_run):
+    """Up to the row that an embedding of 257 rows lacks, at most twice, and the loss and the norm."""
+    program, shape = launch.WORKERS / "count_traffic.py", {"vocab_size": 257, "max_steps": 2}
+    said = tiny_run().train(world=2, program=program, parallel=mode, **shape)
+    counted = json.loads(re.findall("^counted (.*)$", said, re.M)[0])["bytes"]
+    model = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
+    computed = step_bytes(model, parallel=mode, accumulation=2, on_gpu=False)
+    for kind, size in counted.items():
+        assert 0 <= size - computed.get(kind, 0) <= 2 * 4 * model.n_embd + 8, kind
+
+
+def test_modes_that_send_more_take_longer_where_the_link_is_slow():
+    ddp, zero1, fsdp = (sharing_seconds(mode, window=0.5)[0] for mode in MODES)
+    assert ddp < zero1 < fsdp
+    # zero1 sends as much, but less of it can hide: the new weights travel after the update.
+    ddp, zero1, _ = (sharing_seconds(mode, window=0.0)[0] for mode in MODES)
+    assert zero1 == pytest.approx(ddp)
+    # One process and an unknown link send nothing that is predicted.
+    for world, link in ((1, STEADY), (4, None)):
+        assert sharing_seconds("fsdp", window=1.0, world=world, link=link) == (0.0, 0.0)
+
+
+def test_the_step_of_each_mode_has_its_own_communication_and_its_share_of_the_update():
+    """Over PCIe fsdp is visibly slower; what was learned from runs holds the waiting already."""
+    step = {}
+    for mode in MODES:
+        job = job_for(world=8, tokens="1B", mini_batch_size=4, parallel=mode)
+        found = estimate(job, on("RTX-4090", gpus=8), KNOWN)
+        step[mode] = found.step.value
+        assert found.communication_seconds > 0
+        parts = 1 if mode == "ddp" else 8
+        assert job.work[4] == pytest.approx(job.parameters / parts)
+        machine = on("RTX-4090", gpus=8)
+        learned = dataclasses.replace(machine.rates, observations=1)
+        known = estimate(job, dataclasses.replace(machine, rates=learned), KNOWN)
+        assert known.communication_seconds == 0
+        assert known.step.value == pytest.approx(machine.rates.seconds(job.work))
+    assert step["fsdp"] > 1.1 * step["ddp"]
+
+
+# The table of GPUs: names, sources, a user's own file over it.
+def test_a_user_without_a_home_is_one_without_additions(monkeypatch):
+    """As in a container that is started with a number for a user."""
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home directory")))
+    assert not hardware.user_file().exists()
+    assert hardware.load.__wrapped__().gpus == hardware.load(hardware.SHIPPED).gpus
+
+
+CARDS = {
+    **{"H100": "NVIDIA H100 80GB HBM3", "H100-PCIe": "NVIDIA H100 PCIe"},
+    **{"A100-40GB": "NVIDIA A100-SXM4-40GB", "A100": "NVIDIA A100-SXM4-80GB"},
+    **{"A100-PCIe": "NVIDIA A100 80GB PCIe", "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB"},
+    **{"RTX-4090": "NVIDIA GeForce RTX 4090", "RTX-5090": "NVIDIA GeForce RTX 5090"},
+    **{"T4": "Tesla T4", "V100": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB"},
+    **{"V100-PCIe": "Tesla V100-PCIE-32GB", "A6000": "NVIDIA RTX A6000"},
+    **{"H100-NVL": "NVIDIA H100 NVL", "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation"},
+    **{
+        name: f"NVIDIA {name}"
+        for name in ["H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200"]
+    },
+}
+NO_CARDS = (
+    *("NVIDIA A16", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GB200"),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [*((d, n) for n, d in CARDS.items()), *((d, None) for d in NO_CARDS)]
+)
+def test_a_device_name_means_its_card_or_none(device, name):
+    found = KNOWN.recognise(device)
+    assert (found.name if found else None) == name
+
+
+def test_a_users_file_merges_over_the_shipped_one(tmp_path):
+    own, card = tmp_path / "own.json", {"words": [["x9"]], "bf16_tflops": [100, "me"]}
+    night = {"about": "", "context_length": 256, "memory_target": 0.5, "tokens_per_parameter": 5}
+    mine = {
+        "sources": {"me": {"title": "my bill", "date": "2026-11-01"}},
+        "gpus": {
+            "H100": {"usd_per_hour": [1.5, "me"]},
+            "X9": {**card, "bandwidth_gbs": [900, "me"]},
+        },
+        "profiles": {"night": {**night, "eval_interval": 4}},
+    }
+    own.write_text(json.dumps(mine))
+    merged = hardware.load(own)
+    assert (merged.gpu("h100").usd_per_hour, merged.gpu("h100").price_date) == (1.5, "2026-11-01")
+    assert (merged.gpu("h100").peak_flops, merged.gpu("x9").peak_flops) == (989e12, 100e12)
+    assert hardware.find_profile("night", merged).context_length == 256
+    own.write_text(json.dumps({"gpus": {"X9": {**card, "bf16_tflops": [100, "nobody"]}}}))
+    hardware.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"own\.json"):
+        hardware.load(own)
+
+
+def test_every_number_has_a_source_and_every_source_an_address():
+    """But for listings of nvidia-smi whose pages nobody noted: the file says so."""
+    table = json.loads(hardware.SHIPPED.read_text())
+    numbers = [pair for gpu in table["gpus"].values() for pair in gpu.values()]
+    numbers += table["constants"].values()
+    used = {pair[1] for pair in numbers if isinstance(pair, list) and not isinstance(pair[0], list)}
+    used |= {link["source"] for link in table["links"].values()}
+    assert len(numbers) > 100
+    # Every card with a rate has a memory, else no forecast could say whether a batch fits.
+    rated = [gpu for gpu in KNOWN.gpus.values() if gpu.peak_flops]
+    assert len(rated) >= 25
+    assert [gpu.name for gpu in rated if not (gpu.memory_bytes and gpu.bandwidth)] == []
+    assert used == set(table["sources"])
+    assert all(source["date"] for source in table["sources"].values())
+    addresses = {name: source.get("url") for name, source in table["sources"].items()}
+    collected = {name for name, address in addresses.items() if address is None}
+    assert collected == {"smi-listings"}
+    assert "No address" in table["sources"]["smi-listings"]["title"]
+    more = [a for s in table["sources"].values() for a in s.get("also", "").split()]
+    for address in [*filter(None, addresses.values()), *more]:
+        assert address.startswith("https://") or (launch.REPOSITORY / address).is_file(), address
