@@ -33,11 +33,8 @@ from tiny import write_items, write_shards
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-    pytest.mark.filterwarnings(
-        "default"
-    ),  # the first run on a new card shall not end at its advice
+    pytest.mark.filterwarnings("default"),  # a new card's first run shall not end at its advice
 ]
-MODES = Path(__file__).parents[1] / "workers" / "modes.py"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=128, context_length=256, vocab_size=512)
 
@@ -60,8 +57,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind():
 
 
 def _train(data: Path, folder: Path, *more: str, **extra: str) -> Path:
-    done = launch.train(_flags(data, folder, *more), **extra)
-    assert done.returncode == 0, done.stderr
+    launch.worked(launch.train(_flags(data, folder, *more), **extra))
     return folder / "run"
 
 
@@ -113,9 +109,8 @@ def test_recomputing_follows_fp32(recompute, fp32, tiny_data, tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [256, 50304])
 def test_the_loss_kernel_is_right(vocab_size):
-    model = build_model(
-        dataclasses.replace(MODEL, vocab_size=vocab_size), seed=0, device=torch.device("cuda")
-    )
+    config = dataclasses.replace(MODEL, vocab_size=vocab_size)
+    model = build_model(config, seed=0, device=torch.device("cuda"))
     from gpt2lab.model import loss_kernel  # needs Triton
 
     assert loss_kernel.choose(model, "bf16") is None
@@ -136,7 +131,7 @@ def test_modes_of_sharing_agree_on_gpus(world, tmp_path):
         pytest.skip(f"{world} GPUs")
     words = [str(tmp_path), "cuda"]
     extra = {**ALONE, "MASTER_PORT": "29518"} if world == 1 else {}
-    done = launch.train(words, world=world, program=MODES, **extra)
+    done = launch.train(words, world=world, program=launch.WORKERS / "modes.py", **extra)
     assert done.returncode == 0, done.stderr
     for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
         for optimizer in ("adamw", "muon", "normuon"):
@@ -148,9 +143,8 @@ def test_two_gpus_train_as_one(more, fp32, tiny_data, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("2 GPUs")
     flags = _flags(tiny_data, tmp_path, "--dtype=fp32", "--compile=off", *more)
-    assert launch.train([*flags, "--stop_after_steps=10"], world=2).returncode == 0
-    done = launch.train([*flags, "--resume=latest"], world=2)
-    assert done.returncode == 0, done.stderr
+    for more in ("--stop_after_steps=10", "--resume=latest"):
+        launch.worked(launch.train([*flags, more], world=2))
     _assert_close(tmp_path / "run", fp32, 1e-5)
 
 
@@ -185,8 +179,7 @@ def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(
         flags = _flags(tiny_data, tmp_path / order, *more, f"--dtype={dtype}")
         program = launch.WORKERS / "pipelined.py"
         env = {"PIPELINED": order, "BAD_RANK": "0", "BAD_FACTOR": bad}
-        done = launch.train(flags, program=program, **env)
-        assert done.returncode == 0, done.stderr
+        launch.worked(launch.train(flags, program=program, **env))
         runs.append(tmp_path / order / "run")
     skipped = [[n for n, e in launch.steps(run).items() if not e["updated"]] for run in runs]
     assert skipped == [[7], [7]]

@@ -364,9 +364,7 @@ def browse(page: Path, *flags: str) -> str:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
     command += [f"--user-data-dir={profile}"]
     command += ["--virtual-time-budget=2000", *flags, page.resolve().as_uri()]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=launch.HANG_SECONDS)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
+    return str(launch.worked(subprocess.run(command, **launch.TO_ITS_END)).stdout)
 
 
 @needs_browser
