@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -87,8 +88,10 @@ class FaultRun:
         return done.returncode
 
     def end_of(self, process: subprocess.Popen[str], seconds: float = launch.HANG_SECONDS) -> int:
-        """Wait for a start to end."""
-        return process.wait(timeout=seconds)
+        """Wait for a start to end, and all of its ranks."""
+        code = process.wait(timeout=seconds)
+        self.assert_no_process_left(process)
+        return code
 
     def errors(self) -> str:
         """Return what the last start wrote to stderr, but for its lines of progress."""
@@ -178,6 +181,12 @@ class FaultRun:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def python_program(folder: Path, patch: str) -> Path:

@@ -57,7 +57,6 @@ def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(world, r
         fcntl.flock(held, fcntl.LOCK_EX)
         new.rename(run.path / "run.lock")
         assert run.end_of(process) == (LOST if world == 1 else 1)
-    run.assert_no_process_left(process)
     assert "another start took this run while this one trained" in the_line(run)
     assert (run.path / "run.lock").read_text() == "process 1 on elsewhere\n"
     assert run.events("stop") == []
@@ -80,7 +79,6 @@ def test_row_36_a_folder_that_goes_is_one_line(how, world, run):
     if how == "deleted":
         shutil.rmtree(away)
     assert run.end_of(process) == (LOST if world == 1 else 1)
-    run.assert_no_process_left(process)
     assert f"{run.path}: moved or deleted while training" in the_line(run)
     assert not run.path.exists() or list(run.path.iterdir()) == []
     if how == "deleted":
@@ -157,7 +155,6 @@ def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(change, world, own, 
     own.wait_for(process, "checkpoint", 20)
     change(own)
     assert own.end_of(process) == (2 if world == 1 else 1), own.errors()
-    own.assert_no_process_left(process)
     why = "" if change is truncate else "its sha256 is not the one in shards.json)"
     assert f"changed while training ({why}" in the_line(own)
     assert str(own.data / "tiny_train_00000") in the_line(own)

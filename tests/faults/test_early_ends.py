@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, python_program
+from harness import FaultRun, free_port, program_before
 
 import launch
 
@@ -75,9 +75,7 @@ def test_no_rank_outlives_its_launcher(at, number, run, tmp_path):
 
 
 def test_a_signal_ends_a_rank_that_waits_for_another(run):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     process = launch.start(run.argv(), MASTER_PORT=str(port), **group)
     run.processes.append(process)
@@ -94,13 +92,9 @@ def test_a_signal_ends_a_rank_that_waits_for_another(run):
 @pytest.mark.parametrize("again", ["--resume=auto", "--log_freq=999"])
 def test_what_ends_before_the_first_step_begins_again(again, run, reference, tmp_path):
     """At the last moment: the run has its folder and its status."""
-    program = python_program(
-        tmp_path,
-        "import os, signal, time\nfrom gpt2lab.training.stop import end_at_once_on\n"
-        "from gpt2lab.distributed.strategy import Strategy\nend_at_once_on()\n"
-        "def end(*_, **__):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(600)\n"
-        "Strategy.warm_up_reducer = end",
-    )
+    ends = "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)"
+    strategy = "gpt2lab.distributed.strategy:Strategy"
+    program = program_before(tmp_path, strategy, "warm_up_reducer", ends)
     assert run.finish(program=program) == 1
     assert run.status()["state"] == "running"
     run.resumes_as(reference(1), again)

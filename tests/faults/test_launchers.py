@@ -57,7 +57,6 @@ def test_both_launchers_end_a_run_alike(name, launcher, run: FaultRun):
         run.wait_for(process, "step", 6)
         process.send_signal(case.sent)
     assert run.end_of(process) == case.codes[launcher == "gpus"], run.errors()
-    run.assert_no_process_left(process)
     if case.state is not None:
         status = run.status()
         assert (status["state"], status["exit_code"]) == (case.state, case.exit_code)

@@ -1,21 +1,29 @@
-"""Rows 5 to 10 and 28: whatever asks a run to end, it ends at one step, which is on disk, and nothing is lost."""
+"""Rows 5 to 10 and 28: whatever asks a run to end, it ends at one step, which is on disk, and nothing is lost.
+
+Rows 1 to 3: kill -9 at random instants, and while it retires, and at the last step. More random ones: soak.py.
+"""
 
 import itertools
+import json
 import os
+import random
 import shutil
 import signal
 import struct
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from harness import NO_ROLLING, PACE, FaultRun, program_before, python_program
 
 import launch
+from last_step import LAST, after_last_step, assert_complete, flags_of, straight_run
 
 pytestmark = pytest.mark.fault
 
+SEED = int(os.environ.get("SEED", "1337"))
 FOREVER = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000")
 
 
@@ -92,7 +100,6 @@ def test_row_07_ctrl_c(presses, run):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)  # as a person does; the state waited for is the end, below
     run.end_of(process)
-    run.assert_no_process_left(process)
     saved = run.saved()
     assert saved, "the newest commit stands"
     if presses < 3:
@@ -104,10 +111,9 @@ def test_row_07_ctrl_c(presses, run):
 
 def test_row_07_ctrl_c_that_ends_a_compiler_too_is_a_stop(run, tmp_path):
     """A terminal sends it to all processes of a program."""
-    compiler = tmp_path / "compiler"
     interrupts = 'case "$*" in *main.cpp*|*precompiled*) kill -INT 0; sleep 60;; esac'
-    compiler.write_text(f'#!/bin/sh\n{interrupts}\nexec g++ "$@"\n')
-    compiler.chmod(0o755)
+    script = f'#!/bin/sh\n{interrupts}\nexec g++ "$@"\n'
+    compiler = launch.write_program(tmp_path / "compiler", script)
     run.flags = ("--eval_freq=0", "--max_steps=9", "--compile=on")
     own = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     process = run.start(**own)
@@ -139,7 +145,6 @@ def test_rows_08_and_09_the_launcher_dies(number, run, reference):
     run.wait_for(process, "step", 6)
     process.send_signal(number)
     assert run.end_of(process) == -number or number == signal.SIGHUP
-    run.assert_no_process_left(process)
     assert_stopped_cleanly(run, "SIGHUP" if number == signal.SIGHUP else "SIGTERM")
     run.resumes_as(reference(2), world=2)
 
@@ -155,7 +160,6 @@ def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
     run.wait_for(process, "step", 7)
     process.send_signal(signal.SIGTERM)
     assert run.end_of(process) != 0
-    run.assert_no_process_left(process)
     assert run.saved() == [5]
     assert run.status()["state"] == "running", "nobody was left to say otherwise"
     run.resumes_as(reference(2), world=2)
@@ -237,3 +241,66 @@ def test_row_28_a_clock_that_jumps_changes_nothing(hours, run, tmp_path, set_clo
     left = [event["remaining_seconds"] for event in events if event["remaining_seconds"]]
     assert all(0 < seconds < 24 * 3600 for seconds in left)
     assert [e["seconds"] for e in run.events("checkpoint") if not 0 <= e["seconds"] < 3600] == []
+
+
+def test_row_01_random_kills_of_two_processes(run, reference):
+    """The launcher and both workers at once, as a machine that loses power."""
+    dice = random.Random(SEED)
+    for attempt, step in ((1, dice.randrange(6, 14)), (2, dice.randrange(18, 28))):
+        process = run.start("--resume=auto", world=2, FAULT=PACE)
+        run.wait_for(process, "step", step, attempt)
+        for pid in (process.pid, *run.workers(process).values()):
+            os.kill(pid, signal.SIGKILL)
+        run.end_of(process)
+        assert run.saved()[-1] >= step - 5
+    run.resumes_as(reference(2), "--resume=auto", world=2)
+
+
+@pytest.mark.parametrize("point", ["before_delete", "after_rename"])
+def test_rows_02_and_03_killed_while_a_checkpoint_is_retired(point, run, reference):
+    """What is listed afterwards is complete, and is the newest that was committed."""
+    run.flags = (*run.flags, "--keep_checkpoints=1")
+    assert run.finish(FAULT=f"retain.{point}:kill9@15") != 0
+    words = ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
+    listed = launch.train_in_forks(words)
+    assert listed.returncode == 0, listed.stdout
+    steps = [row["step"] for row in json.loads(listed.stdout)["runs"][0]["checkpoints"]]
+    assert steps[-1] == 15
+    run.resumes_as(reference(1))
+    assert [event["from_step"] for event in run.events("resume")] == [15]
+    assert not [*run.path.glob(".tmp-*"), *run.path.glob(".del-*")]
+
+
+PLACES = [
+    *("checkpoint.after_rename", "checkpoint.before_label", "checkpoint.after_label"),
+    *("end.before_done", "end.after_done", "end.before_status"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return straight_run(tmp_path_factory.mktemp("last"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_at_the_last_step_loses_nothing(folder, place):
+    name = f"kill_{place}"
+    flags = flags_of(folder, name)
+    assert launch.train(flags, FAULT=f"{place}:kill9@{LAST}").returncode == -9
+    launch.worked(launch.train([*flags, "--resume=auto"]))
+    assert_complete(folder, name)
+
+
+@pytest.mark.parametrize("fault", ["measure.eval:term", "measure.sample:raise"])
+def test_two_ranks_go_on_after_an_interruption_of_one(folder, fault):
+    rank = 0 if "sample" in fault else 1
+    name = f"two_{fault}".replace(":", "_")
+    flags = flags_of(folder, name)
+    code = launch.train(flags, world=2, FAULT=f"{fault}@{LAST},rank={rank}").returncode
+    assert (code == 0) == ("term" in fault)
+    state = json.loads((folder / "runs" / name / "status.json").read_text())["state"]
+    assert state == ("stopped" if "term" in fault else "failed")
+    launch.worked(launch.train([*flags, "--resume=auto"], world=2))
+    assert json.loads((folder / "runs" / name / "status.json").read_text())["state"] == "completed"
+    events = after_last_step(folder / "runs" / name)
+    assert {kind: len(found) for kind, found in events.items()} == dict.fromkeys(events, 1)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun, program_before
+from harness import PACE, FaultRun, free_port, program_before
 
 import launch
 
@@ -95,12 +95,6 @@ def start_script(
     script = [str(launch.SCRIPTS / "run_until_done.sh"), *torchrun(node, "127.0.0.1", port)]
     words = [*script, str(program), *run.argv("--hang_seconds=3")]
     return run_node(run, node, *words, PAUSE="1", FAULT=PACE)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def send(run: FaultRun, number: signal.Signals, node: subprocess.Popen[str], worker: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from corpora import snapshot
 from launch import call
 from whole_run import Run
 
@@ -59,10 +60,6 @@ def spoil(path: Path, kind: str, victim: Path) -> None:
         os.truncate(path, 1 << 40)
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_row_30_no_command_writes_through_a_link_or_awaits_a_pipe(tiny_data, tmp_path, monkeypatch):
     work = tmp_path / "work"
     flags = ("--use_tensorboard", "--eval_freq=2", "--checkpoint_freq=2", "--max_steps=5")
@@ -80,7 +77,7 @@ def test_row_30_no_command_writes_through_a_link_or_awaits_a_pipe(tiny_data, tmp
             (work / "victim" / "folder").mkdir(parents=True)
             (work / "victim" / "file").write_bytes(b"a line\nand an unfinished one")
             kept = [work / "victim", *([work / "runs" / "good"] if name != "compare" else [])]
-            before = [content_of(folder) for folder in kept]
+            before = [snapshot(folder) for folder in kept]
             spoil(work / "runs" / "bad" / file, kind, work / "victim")
             more = [f"--checkpoint_dir={work / 'runs'}"]
             if name == "resume":
@@ -90,7 +87,7 @@ def test_row_30_no_command_writes_through_a_link_or_awaits_a_pipe(tiny_data, tmp
             is_wrong &= not file.startswith(("step_", "validation/"))
             is_wrong |= file in APPENDED
             is_fine = {
-                "outside": [content_of(folder) for folder in kept] == before,
+                "outside": [snapshot(folder) for folder in kept] == before,
                 "code": done.returncode in (0, 1, 2),
                 "one line": not any(word in done.stderr for word in ("Traceback", "[Errno")),
                 "others": name != "status" or all(r in done.stdout for r in ("good", "bad")),
