@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import sharing
+from benchmarks import plant_bugs, sharing
 from benchmarks.cuda_codegen import report
 from gpt2lab.config.presets import preset
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import checkpoint_bytes
 from launch import HANG_SECONDS, REPOSITORY, call, environment, script, worked
 from ranks import run_ranks
+
+
+def test_every_planted_bug_has_its_place_and_its_tests():
+    for tests, bugs in plant_bugs.read_bugs(plant_bugs.BUGS.read_text()).values():
+        for bug in bugs:
+            source = (REPOSITORY / bug.file).read_text()
+            assert bug.plant(source) != source
+        for name in {*tests, *(test for bug in bugs for test in bug.tests)}:
+            assert (REPOSITORY / name.partition("::")[0]).exists(), name
 
 
 @pytest.mark.slow
