@@ -99,10 +99,15 @@ def test_a_model_takes_one_text_that_fits(run, monkeypatch):
     run.train("--max_steps=1", "--vocab_size=50304", "--sample_freq=0")
     model = gpt2lab.load(run.path)
     alone, encode = model.generate("a", max_new_tokens=5), model._encode
-    with monkeypatch.context() as patch:  # another thread generates in between
-        patch.setattr(model, "_encode", lambda text: (other(), encode(text))[1])
-        other = lambda: (patch.undo(), model.generate("b", max_new_tokens=1))  # noqa: E731
-        assert model.generate("a", max_new_tokens=5) == alone
+
+    def encode_after_another(text: str) -> list[int]:
+        """Generate with other settings first, as another thread may."""
+        monkeypatch.undo()
+        model.generate("b", max_new_tokens=1)
+        return encode(text)
+
+    monkeypatch.setattr(model, "_encode", encode_after_another)
+    assert model.generate("a", max_new_tokens=5) == alone
     long = "word " * (model.config.context_length + 1)
     with pytest.raises(ConfigError, match="top_k 'a' is not a whole number"):
         model.generate("a", top_k="a")  # type: ignore[arg-type]

@@ -250,7 +250,7 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
 
 
 def _seconds_of_a_save(job: Job, machine: Machine, k: Mapping[str, float]) -> float:
-    """Return the mean seconds for which training waits: with a writer thread for copies, and for the last save."""
+    """Return the mean seconds for which training waits: where a thread writes, for copies and the last save."""
     size, saves = checkpoint_bytes(job.config), job.count("checkpoint")
     if "checkpoint" in machine.ratios:
         return size / machine.ratios["checkpoint"]

@@ -89,7 +89,7 @@ class SavePolicy:
         if stalled is not None:
             self.saved_step = self.state.step
             self.progress.record_event("checkpoint", stalled)
-            if self.saver.stop_seconds is not None:  # a save before a stop waits for the writer
+            if self.saver.stop_seconds is not None:  # a save before a stop waits for the thread
                 self.heartbeat.expect("saving", self.saver.stop_seconds)
             self.warn_of_grace()
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes: the same bytes as without it, one buffer, one save in flight."""
+"""How the trainer saves: a checkpoint that a thread writes has the same bytes; one buffer, one save in flight."""
 
 import errno
 import math
