@@ -170,11 +170,13 @@ def train(argv: Sequence[str]) -> None:
 
 def resolved(argv: Sequence[str], *, world_size: int = 1) -> Start:
     """Return what a command line would start, with --preset too."""
-    from gpt2lab.commands.train import planner_of
-
     arguments = command_line.parse(list(argv))
-    planner = planner_of(arguments.actions)
-    return resolve(arguments.request, world_size=world_size, set_aside=False, planner=planner)
+    how: dict[str, Any] = {"world_size": world_size, "set_aside": False}
+    if importlib.util.find_spec("gpt2lab.planner") is not None:  # else the core alone
+        from gpt2lab.commands.train import planner_of
+
+        how["planner"] = planner_of(arguments.actions)
+    return resolve(arguments.request, **how)
 
 
 def evaluated(name: str, checkpoint_dir: Path, **what: Any) -> "ValidationLoss":
