@@ -52,7 +52,7 @@ class CheckpointError(GPT2LabError):
 
 
 class SaveError(GPT2LabError):
-    """The state could not be saved at a stop or at the end."""
+    """What a program computed could not be saved: the state of a run, a report, data."""
 
     exit_code = 75
 
@@ -107,6 +107,7 @@ class CheckError(GPT2LabError):
     exit_code = 1
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # only writing meets these
 _FIXES = {  # of system errors that are not bugs
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another place"
@@ -129,8 +130,7 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
         return ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written")
     if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
-    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-    kind = SaveError if is_of_disk else ConfigError
+    kind = SaveError if error.errno in (*_NO_ROOM, errno.EIO) else ConfigError
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     found = kind(f"{what}; {_FIXES[error.errno]}")
     found.is_local = True  # other ranks may have succeeded
@@ -145,6 +145,7 @@ def system_errors_as(
     """Raise a system error of the block as `kind`: `WHERE: reason; FIX`, or `WHERE: WHAT (reason); FIX`.
 
     Without `fix` it is the one that suits the error. One that says nothing about the place passes: no memory is left.
+    A file for which there is no room is a SaveError.
     """
     try:
         yield
@@ -154,6 +155,7 @@ def system_errors_as(
         reason = error.strerror or str(error)
         said = reason if what is None else f"{what} ({reason})"
         fix = fix or _FIXES.get(error.errno or 0)
+        kind = SaveError if error.errno in _NO_ROOM else kind
         raise kind(f"{where}: {said}" if fix is None else f"{where}: {said}; {fix}") from error
 
 

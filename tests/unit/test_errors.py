@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from gpt2lab.errors import DataError, SaveError, system_errors_as
+from gpt2lab.errors import DataError, GPT2LabError, SaveError, system_errors_as
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "some/file")
 
@@ -18,9 +18,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "some/file")
     ],
 )
 def test_a_system_error_names_its_place_its_reason_and_the_fix(error, more, wording):
-    named = system_errors_as(SaveError, "runs/a", **more)
-    with pytest.raises(SaveError, check=wording) as caught, named:
+    with (
+        pytest.raises(GPT2LabError, check=wording) as caught,
+        system_errors_as(DataError, "runs/a", **more),
+    ):
         raise error
+    assert type(caught.value) is (SaveError if error is FULL else DataError)
     assert caught.value.__cause__ is error
 
 

@@ -29,7 +29,7 @@ from gpt2lab.data.prepare.readers import BadRecordsError, read
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import compare_sources
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, SaveError
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -124,7 +124,7 @@ def test_unfinished_work_of_another_command_is_rejected_and_kept(corpus, tmp_pat
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "assemble", Mock(side_effect=full))
-        with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
+        with pytest.raises(SaveError, match=r"out: cannot be written \(No space left on device\)"):
             run_prepare(corpus, tmp_path / "out", group_bytes=9_000)
     before = snapshot(tmp_path)
     with pytest.raises(DataError, match="unfinished work of another command line, source"):
@@ -137,7 +137,7 @@ def test_unfinished_work_of_another_command_is_rejected_and_kept(corpus, tmp_pat
 def test_a_full_disk_leaves_nothing_and_two_preparations_do_not_mix(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("FAULT", "data.before_rename:enospc@0")  # before the first group
-        with pytest.raises(DataError, match=r"out: cannot be written \(No space"):
+        with pytest.raises(SaveError, match=r"out: cannot be written \(No space"):
             run_prepare(corpus, tmp_path / "out")
     assert os.listdir(tmp_path) == ["corpus"]
     (tmp_path / "out.partial").mkdir()

@@ -15,7 +15,7 @@ import pytest
 
 import launch
 from gpt2lab.commands import plot
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
 from gpt2lab.report.page import render
@@ -106,7 +106,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(run_dir, tmp_pat
     picture.parent.mkdir()
     picture.write_bytes(b"the one before")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(SaveError, match="No space left"):
         plots.draw([curves.read_curves(run_dir)], picture, plots.View())
     assert list(picture.parent.iterdir()) == [picture]
     assert picture.read_bytes() == b"the one before"
