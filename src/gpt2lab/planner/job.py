@@ -191,11 +191,15 @@ class Job:
         return dataclasses.replace(self, config=override(self.config, settings))
 
     def count(self, kind: str) -> int:
-        """Count the events of a kind in a fresh run, which also evaluates before its first step."""
+        """Count the events of a kind in a fresh run.
+
+        It also evaluates before its first step, and after its last the mean of its weights.
+        """
         if kind == "checkpoint":
             return count_saves(self.config, self.max_steps)
         freq = frequencies(self.config).get(kind)
-        return 0 if freq is None else count_due(0, freq, self.max_steps) + (kind == "eval")
+        more = (1 + (self.config.optim.average_tail > 0)) if kind == "eval" else 0
+        return 0 if freq is None else count_due(0, freq, self.max_steps) + more
 
 
 def ranks_and_micro_batch(environment: Mapping[str, Any]) -> tuple[int, int] | None:
