@@ -46,15 +46,6 @@ class Item:
     label: int
 
 
-@dataclass(frozen=True)
-class Question:
-    """One item as token ids, in one style."""
-
-    context: list[int]
-    endings: list[list[int]]
-    ending_chars: list[int]  # length of each ending's text, without the space before it
-
-
 def fetch_hellaswag(
     path: Path | None = None,
     *,
@@ -138,7 +129,7 @@ def _parse(line: bytes, where: str) -> Item:
         raise DataError(f"{where}: not JSON ({error}); a truncated file?") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object, so not a HellaSwag item")
-    texts = {name: _text(row, name, where) for name in ("ctx", "activity_label")}
+    context, activity = (_text(row, name, where) for name in ("ctx", "activity_label"))
     parts = None
     if "ctx_a" in row and "ctx_b" in row:
         parts = (_text(row, "ctx_a", where), _text(row, "ctx_b", where))
@@ -151,7 +142,7 @@ def _parse(line: bytes, where: str) -> Item:
     label = str(row.get("label", ""))  # a number in the original file, text on Hugging Face
     if label not in ("0", "1", "2", "3"):
         raise DataError(f"{where}: label {label!r} must be 0, 1, 2 or 3 (test splits have none)")
-    return Item(texts["ctx"], parts, texts["activity_label"], tuple(endings), int(label))
+    return Item(context, parts, activity, tuple(endings), int(label))
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
@@ -161,8 +152,8 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def tokenize(item: Item, style: Style, tokenizer: Tokenizer) -> Question:
-    """Write one item as token ids.
+def tokenize(item: Item, style: Style, tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
+    """Return the ids of an item's context and of its endings, and the characters of each ending.
 
     `harness`: activity label, capitalised second half, brackets cleaned, context and ending encoded as one text.
     Source: EleutherAI lm-evaluation-harness 0.4, lm_eval/tasks/hellaswag/utils.py and api/model.py (_encode_pair).
@@ -189,7 +180,9 @@ def tokenize(item: Item, style: Style, tokenizer: Tokenizer) -> Question:
         raise DataError(
             f"HellaSwag: the ending {text!r} has no token of its own with {tokenizer.name}"
         )
-    return Question(context or [tokenizer.end_of_text], endings, [len(text) for text in texts])
+    pieces = [context or [tokenizer.end_of_text], *endings]
+    # Without the space before an ending.
+    return [np.array(ids, tokenizer.dtype) for ids in pieces], [len(text) for text in texts]
 
 
 def _clean(text: str) -> str:
@@ -243,12 +236,6 @@ def load_questions(path: Path, tokenizer: Tokenizer) -> Questions:
     written = {style: [tokenize(item, style, tokenizer) for item in items] for style in STYLES}
     return Questions(
         labels=np.array([item.label for item in items]),
-        sequences={
-            style: [
-                [np.array(ids, tokenizer.dtype) for ids in (question.context, *question.endings)]
-                for question in questions
-            ]
-            for style, questions in written.items()
-        },
-        ending_chars=np.array([question.ending_chars for question in written["harness"]]),
+        sequences={style: [pieces for pieces, _ in found] for style, found in written.items()},
+        ending_chars=np.array([chars for _, chars in written["harness"]]),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_items
-from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items, tokenize
+from gpt2lab.evaluation.hellaswag_items import STYLES, fetch_hellaswag, read_items, tokenize
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
 from gpt2lab.training.resolve import resolve, with_hellaswag
@@ -74,14 +74,14 @@ def test_the_two_texts_of_an_item():
     """Written out by hand: brackets, titles, capitals, and the space that a removed bracket leaves."""
     endings = ("[step] Stir [it] well.", "a", "b  c", "d [title] e")
     item = hellaswag_items.Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
-    decode = gpt2_encoding().decode
-    harness, tutorial = tokenize(item, "harness", GPT2), tokenize(item, "tutorial", GPT2)
-    assert decode(harness.context) == "Tea: X. Then"
+    (harness, chars), (tutorial, _) = (tokenize(item, style, GPT2) for style in STYLES)
+    decoded = [gpt2_encoding().decode(ids.tolist()) for ids in harness]
+    assert decoded[0] == "Tea: X. Then"
     # The harness moves the space at the context's end to the ending, and counts the ending without either.
-    assert [decode(ids) for ids in harness.endings] == ["   Stir well.", "  a", "  b c", "  d. e"]
-    assert harness.ending_chars == [11, 1, 3, 4]
-    assert decode(tutorial.context) == "X. then [x]"
-    assert [decode(ids) for ids in tutorial.endings] == [f" {text}" for text in endings]
+    assert decoded[1:] == ["   Stir well.", "  a", "  b c", "  d. e"]
+    assert chars == [11, 1, 3, 4]
+    decoded = [gpt2_encoding().decode(ids.tolist()) for ids in tutorial]
+    assert decoded == ["X. then [x]", *(f" {text}" for text in endings)]
 
 
 def test_a_download_is_kept_only_whole(tmp_path):
