@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,7 +112,7 @@ def _ablation(found: dict[str, Any], view: View) -> Figure:
     Beside it stand the differences to the baseline with their 95 % intervals, where the table has them.
     """
     settings, comparisons = found["settings"], found.get("comparisons", [])
-    curves = {row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings}
+    curves = {row["setting"]: row["curves"] for row in settings}
     intervals = {row["setting"]: _intervals(row) for row in comparisons}
     figure = _new_figure(14 if intervals else 9, 4.5)
     axes = figure.add_subplot(1, 2 if intervals else 1, 1)
@@ -257,24 +257,20 @@ def _ladder(ladder: dict[str, Any], view: View) -> Figure:
     return figure
 
 
-def _evaluations(curve: dict[str, Any]) -> dict[float, tuple[float, float]]:
-    """Return {tokens: (hours, loss)} of one run of an ablation."""
-    rows = zip(curve["tokens"], curve["seconds"], curve["losses"], strict=True)
-    return {float(tokens): (seconds / 3600, float(loss)) for tokens, seconds, loss in rows}
-
-
-def mean_over_seeds(seeds: list[dict[float, tuple[float, float]]]) -> Curve:
+def mean_over_seeds(seeds: list[dict[str, list[float]]]) -> Curve:
     """Return the mean of the losses that all seeds measured after the same tokens, with its standard error.
 
     The hours are the mean, too. A single seed has no error.
     """
-    shared = sorted(set.intersection(*map(set, seeds))) if seeds else []
-    n = len(seeds)
-    hours = [statistics.fmean(seed[at][0] for seed in seeds) for at in shared]
-    losses = [[seed[at][1] for seed in seeds] for at in shared]
-    errors = [statistics.stdev(row) / math.sqrt(n) if n > 1 else 0.0 for row in losses]
-    x: dict[Axis, np.ndarray] = {"tokens": np.array(shared), "hours": np.array(hours)}
-    return Curve(x, np.array([statistics.fmean(row) for row in losses]), np.array(errors))
+    shared = functools.reduce(np.intersect1d, [np.array(seed["tokens"]) for seed in seeds])
+    kept = [np.isin(seed["tokens"], shared) for seed in seeds]
+    seconds, losses = (
+        np.array([np.array(seed[key])[rows] for seed, rows in zip(seeds, kept, strict=True)])
+        for key in ("seconds", "losses")
+    )
+    spread = losses.std(axis=0, ddof=1) if len(seeds) > 1 else np.zeros(len(shared))
+    x: dict[Axis, np.ndarray] = {"tokens": shared, "hours": seconds.mean(axis=0) / 3600}
+    return Curve(x, losses.mean(axis=0), spread / math.sqrt(len(seeds)))
 
 
 def _write(figure: Figure, path: Path) -> None:

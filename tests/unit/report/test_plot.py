@@ -152,8 +152,7 @@ def seed(**losses: float) -> dict[str, Any]:
 def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path):
     from matplotlib.figure import Figure
 
-    both = [plots._evaluations(seed(t100=4.0, t200=3.0)), plots._evaluations(seed(t100=5.0))]
-    mean = plots.mean_over_seeds(both)
+    mean = plots.mean_over_seeds([seed(t100=4.0, t200=3.0), seed(t100=5.0)])
     assert (mean.x["tokens"].tolist(), mean.x["hours"].tolist()) == ([100], [1])  # of both
     assert (mean.y.tolist(), mean.error.tolist()) == ([4.5], [0.5])  # (5 - 4) / sqrt(2) / sqrt(2)
     plots._draw_measured(Figure().add_subplot(), mean, "hours")
