@@ -1,11 +1,12 @@
 """An ablation: the table of its settings, and adding seeds until all settings are decided. No torch."""
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from gpt2lab import fmt
 from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
@@ -229,16 +230,14 @@ def read_curve(run_dir: Path) -> Curve:
     Raises: CheckError if it logged no finite validation loss.
     """
     log = history.read_log(run_dir)
-    evals, taken = log.current("eval"), log.numbers.tolist()
-    tokens = dict(zip(taken, log.column("tokens").astype(int).tolist(), strict=True))
-    spent = itertools.accumulate(log.column("step_seconds").tolist())
-    seconds = dict(zip(taken, spent, strict=True))
-    kept = [s for s in sorted(evals) if s in seconds and is_number(evals[s].get("val_loss"))]
+    evals, taken = log.current("eval"), set(log.numbers.tolist())
+    kept = [s for s in sorted(evals) if s in taken and is_number(evals[s].get("val_loss"))]
     if not kept:
         raise CheckError(f"{run_dir}: no validation loss was logged")
+    rows = np.searchsorted(log.numbers, kept)
     return Curve(
-        tuple(tokens[step] for step in kept),
-        tuple(seconds[step] for step in kept),
+        tuple(log.column("tokens")[rows].astype(int).tolist()),
+        tuple(log.column("step_seconds").cumsum()[rows].tolist()),
         tuple(evals[step]["val_loss"] for step in kept),
     )
 
@@ -299,7 +298,7 @@ def compare(
     base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
     if target is None:  # its last loss, which it may have touched before by chance
         base = [(float(c.tokens[-1]), c.seconds[-1]) if c else None for c in baseline]
-    whole = finished(baseline)
+    differences = last_differences(curves)
     rows = []
     for setting, of_seeds in curves.items():
         own = finished(of_seeds)
@@ -309,7 +308,6 @@ def compare(
         found = base
         if of_seeds is not baseline:
             found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
-        is_equal = whole is not None and own[0].tokens[-1] == whole[0].tokens[-1]
         tokens, tokens_ratio = _over_reached(found, base, unit=0)
         seconds, seconds_ratio = _over_reached(found, base, unit=1)
         rows.append(
@@ -318,8 +316,8 @@ def compare(
                 seeds=len(own),
                 tokens=own[0].tokens[-1],
                 loss=over_seeds([curve.losses[-1] for curve in own]),
-                loss_difference=over_seeds(differences_of(own, whole))
-                if whole and is_equal
+                loss_difference=over_seeds(differences[setting])
+                if setting in differences
                 else None,
                 tokens_to_loss=tokens,
                 tokens_ratio=tokens_ratio,
@@ -346,10 +344,15 @@ def _over_reached(
     )
 
 
-def differences_of(own: Sequence[Curve], baseline: Sequence[Curve]) -> list[float]:
-    """Return the differences of last losses, seed by seed, for the seeds that the setting has."""
-    pairs = zip(own, baseline, strict=False)
-    return [mine.losses[-1] - base.losses[-1] for mine, base in pairs]
+def last_differences(curves: Mapping[str, Sequence[Curve | None]]) -> dict[str, list[float]]:
+    """Return {setting: its last losses minus the baseline's, by seed} of those that end after as many tokens."""
+    whole = {name: kept for name, own in curves.items() if (kept := finished(own))}
+    base = whole.get(next(iter(curves), ""), [])
+    return {
+        name: [mine.losses[-1] - one.losses[-1] for mine, one in zip(own, base, strict=False)]
+        for name, own in whole.items()
+        if base and own[0].tokens[-1] == base[0].tokens[-1]
+    }
 
 
 def write_markdown(
@@ -392,7 +395,7 @@ def _show(found: OverSeeds | None, form: str) -> str:
 
 def find_comparisons(
     runs: Sequence[SeedRun],
-    with_diverged: Mapping[str, Sequence[Curve | None]],
+    curves: Mapping[str, Sequence[Curve | None]],
     *,
     smallest: float,
     until_decided: bool,
@@ -401,22 +404,19 @@ def find_comparisons(
 
     A setting that diverged in a seed is not compared, but counts in the correction for several tests.
     """
-    baseline, *others = with_diverged or [""]
-    curves = {name: own for name, some in with_diverged.items() if (own := finished(some))}
-    if baseline not in curves:
+    differences = last_differences(curves)
+    if not differences:
         return []
+    baseline = next(iter(differences))
+    del differences[baseline]
     kept: dict[str, list[Results | None]] = {}
     for run in runs:  # their last validation losses by document
         last = max(history.read_log(run.folder).current("eval"))
         path = file_of_step(run.folder, "validation", last)
         kept.setdefault(run.setting, []).append(read_results(path) if path.exists() else None)
-    differences: dict[str, list[float]] = {}
     units: dict[str, OverUnits | None] = {}
-    for name in others:
-        if name not in curves or curves[name][0].tokens[-1] != curves[baseline][0].tokens[-1]:
-            continue
-        differences[name] = differences_of(curves[name], curves[baseline])
-        count = len(differences[name])
+    for name, by_seed in differences.items():
+        count = len(by_seed)
         a, b = ([r for r in kept[side][:count] if r is not None] for side in (baseline, name))
         if len(a) == len(b) == count:
             units[name] = over_units(a, b, "val_loss")
@@ -426,7 +426,7 @@ def find_comparisons(
         units,
         smallest=smallest,
         until_decided=until_decided,
-        tests=len(differences) + len(with_diverged) - len(curves),
+        tests=len(differences) + sum(None in own for own in curves.values()),
     )
 
 
