@@ -32,7 +32,6 @@ from gpt2lab.evaluation.results import (
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.console import counted
-from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 
 NUMBERS = (
@@ -82,31 +81,35 @@ class MeasuresLoss(Protocol):
 
 
 class Validation:
-    """The windows, chosen once: `val_tokens` of them spread evenly over the split."""
+    """The windows of one folder, chosen once: `val_tokens` of them spread evenly over the split."""
 
     def __init__(
         self,
+        source: TokenData,
         order: Order,
-        reader: WindowReader,
+        model: ModelConfig,
         *,
         val_tokens: int,
         batch_size: int,
-        tokenizer: Tokenizer | None,
-        end_of_text: int | None,
         strategy: Strategy,
     ) -> None:
-        """`tokenizer`: of the ids; None where their text is not known. `end_of_text`: the id between documents."""
-        self._order, self._reader, self._batch_size = order, reader, batch_size
+        self._order, self._batch_size = order, batch_size
         self._strategy, self._runtime = strategy, strategy.runtime
         self._hidden = strategy.for_evaluation(GPT.hidden, batch_size=batch_size)
+        self._reader = WindowReader(
+            source.splits["val"],
+            context_length=model.context_length,
+            id_limit=model.id_limit,
+            verify=strategy.runtime.local_rank == 0,  # on each machine, which may have own files
+        )
         self._bytes_per_token: np.ndarray | None = None  # of each id's text
-        if tokenizer is not None:
+        tokenizer = source.tokenizer
+        if tokenizer is not None and not why_no_text(tokenizer, model.vocab_size):
             with contextlib.suppress(DataError):  # no vocabulary: training does not need it
                 self._bytes_per_token = tokenizer.byte_lengths()
-        wanted = max(1, val_tokens // order.context_length)
-        self.samples = choose_windows(order, wanted)
-        ends = [document_marks(shard, end_of_text) for shard in reader.shards]
-        self._parts = divide_windows(order, self.samples, ends)
+        self._samples = choose_windows(order, max(1, val_tokens // model.context_length))
+        ends = [document_marks(shard, source.end_of_text.id) for shard in self._reader.shards]
+        self._parts = divide_windows(order, self._samples, ends)
 
     def measure(
         self,
@@ -128,7 +131,7 @@ class Validation:
 
         Raises: DataError if a window cannot be read or its shard is damaged.
         """
-        world, count = self._runtime.world_size, len(self.samples)
+        world, count = self._runtime.world_size, len(self._samples)
         mine = np.arange(self._runtime.rank, count, world)
         # As many rounds on every rank: `interrupted` is a collective.
         longest = math.ceil(count / world)
@@ -165,7 +168,7 @@ class Validation:
 
         The nats of their parts are written to `of_parts`.
         """
-        windows = self._reader.read(*self._order.locate(self.samples[rows]))
+        windows = self._reader.read(*self._order.locate(self._samples[rows]))
         tokens = torch.from_numpy(windows.astype(np.int64)).to(self._runtime.device)  # (B, T + 1)
         with torch.inference_mode(), self._strategy.autocast():
             losses = model.losses_of(self._hidden(model, tokens[:, :-1]), tokens[:, 1:])  # (B, T)
@@ -213,22 +216,9 @@ def open_validation(
     """
     sources = data.by_source()
     orders = validation_orders(data, context_length=model.context_length)
+    how: dict[str, Any] = {"batch_size": batch_size, "strategy": strategy}
     validations = [
-        Validation(
-            order,
-            WindowReader(
-                source.splits["val"],
-                context_length=model.context_length,
-                id_limit=model.id_limit,
-                # Once on each machine, which may have own files.
-                verify=strategy.runtime.local_rank == 0,
-            ),
-            val_tokens=val_tokens // len(sources),
-            batch_size=batch_size,
-            tokenizer=None if why_no_text(source.tokenizer, model.vocab_size) else source.tokenizer,
-            end_of_text=source.end_of_text.id,
-            strategy=strategy,
-        )
+        Validation(source, order, model, val_tokens=val_tokens // len(sources), **how)
         for source, order in zip(sources, orders, strict=True)
     ]
     if not isinstance(data, MixedData):
@@ -267,8 +257,7 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
     """
     every = [(weight, loss) for weight, loss in zip(weights, by_source.values(), strict=True)]
     counted = [(weight, loss) for weight, loss in every if weight > 0]
-    errors = [(weight, loss.val_loss_se) for weight, loss in counted]
-    known = [weight * error for weight, error in errors if error is not None]
+    errors = [w * loss.val_loss_se for w, loss in counted if loss.val_loss_se is not None]
     # A unit weighs its part of its source, times the source's weight.
     of_units = np.concatenate([weight * _unit_weights(loss.results) for weight, loss in counted])
     kinds = list(dict.fromkeys(loss.val_se_unit for _, loss in counted))
@@ -278,7 +267,7 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
     unit = kinds[0] if len(kinds) == 1 else "window"  # documents are not known everywhere
     return ValidationLoss(
         val_loss=val_loss,
-        val_loss_se=math.hypot(*known) if len(known) == len(counted) else None,
+        val_loss_se=math.hypot(*errors) if len(errors) == len(counted) else None,
         val_tokens=sum(loss.val_tokens for _, loss in every),
         val_se_unit=unit,
         val_effective_n=float(of_units.sum() ** 2 / (of_units**2).sum()),
