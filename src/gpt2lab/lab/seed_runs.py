@@ -188,10 +188,14 @@ def prefix_errors(setting: str) -> Iterator[None]:
 def outlook_of(run: SeedRun) -> tuple[int, int, bool]:
     """Return the steps and the tokens of a run, and whether it is complete, as its own trainer sees it.
 
-    Raises: ConfigError, DataError: whatever that would reject; other code also if its flags differ from this program's.
+    Raises: ConfigError if a run of this name has other settings; whatever else that would reject; other code also if
+        its flags differ from this program's.
     """
     if run.code is None:
-        start = start_of(run)
+        from gpt2lab.training.resolve import resolve
+
+        require_own_settings(run)
+        start = resolve(run.request, world_size=1, set_aside=False)
         return start.plan.max_steps, start.plan.tokens, start.is_complete
     settings = json.dumps(chosen_values(run.request))
     status = history.read_json(run.folder / "status.json") or {}
@@ -221,17 +225,6 @@ def _ask(code: Path, settings: str, flags: tuple[str, ...]) -> tuple[int, int]:
             f"the change as its default"
         )
     return steps, tokens
-
-
-def start_of(run: SeedRun) -> Start:
-    """Return what the trainer of this program would do.
-
-    Raises: ConfigError if a run of this name has other settings; whatever else the trainer would reject.
-    """
-    from gpt2lab.training.resolve import resolve
-
-    require_own_settings(run)
-    return resolve(run.request, world_size=1, set_aside=False)
 
 
 def fresh_start(run: SeedRun) -> Start:

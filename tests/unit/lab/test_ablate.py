@@ -165,9 +165,7 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
         plan_runs(settings, [*shared, "--val_tokens=160"], seeds=(1,), out=tmp_path)
     record = tmp_path / "cold_seed1" / "run.json"
     record.write_text(record.read_text().replace('"data_fingerprint": "', '"data_fingerprint": "0'))
-    with pytest.raises(
-        DataError, match="cold_seed1 was trained on other data than its data folder"
-    ):
+    with pytest.raises(DataError, match="cold_seed1 was trained on other data than its data"):
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
 
 
@@ -234,16 +232,16 @@ def test_a_run_that_is_killed_or_fails_ends_the_ablation(shared, tmp_path, monke
 
 
 def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_path, monkeypatch):
-    start_of, main = seed_runs.start_of, threading.main_thread().ident
+    outlook_of, main = seed_runs.outlook_of, threading.main_thread().ident
     runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
 
     def interrupted(run: SeedRun) -> Any:
         time.sleep(0.2)  # until the main thread waits for this one
         signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.2)  # in which the main thread looks for trainers that run
-        return start_of(run)
+        return outlook_of(run)
 
-    monkeypatch.setattr(seed_runs, "start_of", interrupted)
+    monkeypatch.setattr(seed_runs, "outlook_of", interrupted)
     with pytest.raises(SavedInterrupt, match="start again"):
         run_all(runs, jobs=2)
     assert [path.name for path in tmp_path.iterdir()] == ["settings"]
