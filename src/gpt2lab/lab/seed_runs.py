@@ -319,7 +319,7 @@ def run_all(
             raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
         raise SavedInterrupt("what was trained is saved; start again to continue") from None
     finally:
-        pool.shutdown()
+        pool.shutdown(cancel_futures=True)
 
 
 def _as_completed(

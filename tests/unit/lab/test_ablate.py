@@ -208,9 +208,7 @@ def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, c
     assert history.read_config(tmp_path / "out" / "a_seed1").optim.max_lr == 1.1e-4
 
 
-class Deadly(seed_runs.Machine):
-    """A machine whose memory is too small, say."""
-
+class Deadly(Machine):  # its memory is too small, say
     def start(self, run: seed_runs.SeedRun, environment: dict[str, str]) -> Any:
         trainer = super().start(run, environment)
         trainer.kill()
@@ -256,6 +254,17 @@ def test_the_failure_is_named_not_the_runs_that_did_not_start_after_it(shared, t
     for _ in range(5):  # the order in which threads end is chance
         with pytest.raises(CheckError, match="no room for a process"):
             run_all(runs, jobs=2, machine=Crowded())
+
+
+def test_no_run_starts_after_a_table_could_not_be_written(shared, tmp_path, capsys):
+    class Slow(Machine):
+        def start(self, run: SeedRun, environment: dict[str, str]) -> Any:
+            return subprocess.Popen(["sleep", "0.3"], stderr=subprocess.PIPE, text=True)
+
+    runs = plan_runs({"a": []}, shared, seeds=tuple(range(9)), out=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run_all(runs, jobs=2, machine=Slow(), refresh=lambda done: 1 / 0, may_stop=True)
+    assert "[9/9] " not in capsys.readouterr().err
 
 
 def test_runs_that_end_after_another_failed_count_as_complete(shared, tmp_path, monkeypatch):
