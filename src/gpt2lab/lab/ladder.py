@@ -6,9 +6,10 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,8 @@ def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> N
     """
     tops = top_runs_of(family) if top else []
     rungs, checks = family.rung_runs(), _rate_runs(family)
-    _require_law(first_starts(rungs).values())
+    plans = [start.plan for start in first_starts(rungs).values()]
+    require_enough([(plan.parameters, plan.tokens) for plan in plans])
     check_runs([*rungs, *checks, *tops])
     _train_branches(family, rungs, machine, jobs=jobs)
     run_all([*rungs, *checks], jobs=jobs, machine=machine)
@@ -82,15 +84,12 @@ def _train_branches(
     family: Family, rungs: Sequence[SeedRun], machine: Machine, *, jobs: int
 ) -> None:
     """Train each trunk to its next branch, and the branches there, until all of these are complete."""
-    waiting = sorted(family.branches(rungs).items(), key=lambda one: one[1][1])
-    while waiting:
-        stage: dict[str, tuple[str, SeedRun, int]] = {}
-        for name, (trunk, step) in waiting:
-            stage.setdefault(trunk.name, (name, trunk, step))
-        waiting = [one for one in waiting if one[0] not in {name for name, *_ in stage.values()}]
+    of_trunk: dict[str, list[tuple[SeedRun, SeedRun, int]]] = {}
+    for branch in sorted(family.branches(rungs), key=lambda one: one[2]):
+        of_trunk.setdefault(branch[1].name, []).append(branch)
+    for stage in itertools.zip_longest(*of_trunk.values()):
         legs, branches = [], []
-        for name, trunk, step in stage.values():
-            run = next(run for run in rungs if run.name == name)
+        for run, trunk, step in filter(None, stage):
             flags = (f"--branch_from={trunk.name}@{step}",)
             branches.append(dataclasses.replace(run, flags=flags))
             if not (trunk.folder / folder_name(step)).exists() | has_checkpoints(run.folder):
@@ -117,11 +116,6 @@ def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
     return starts
 
 
-def _require_law(rungs: Iterable[Start]) -> None:
-    """Reject rungs that are too few to fit a law, before they are trained."""
-    require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
-
-
 def _rate_runs(family: Family) -> list[SeedRun]:
     rates = family.rate_runs().values()
     return [run for others in rates for runs in others.values() for run in runs]
@@ -135,14 +129,15 @@ def plan_ladder(family: Family) -> dict[str, Any]:
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
     rungs, rates, top = family.rung_runs(), _rate_runs(family), family.top_runs()
     starts = first_starts([*rungs, *top]) | {run.setting: fresh_start(run) for run in rates}
-    _require_law(starts[run.setting] for run in rungs)
+    plans = [starts[run.setting].plan for run in rungs]
+    require_enough([(plan.parameters, plan.tokens) for plan in plans])
     found: list[dict[str, Any]] = []
-    branches = family.branches(rungs)
+    branches = {run.name: step for run, _, step in family.branches(rungs)}
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for run in runs:
             name, start = run.setting, starts[run.setting]
             plan, expected = start.plan, auto.estimate_here(start)
-            begin = branches[run.name][1] if run.name in branches else 0
+            begin = branches.get(run.name, 0)
             share = 1 - begin / plan.max_steps
             found.append(
                 {

@@ -139,12 +139,12 @@ class Family:
             for name in self.rate.check or ()
         }
 
-    def branches(self, runs: Sequence[SeedRun]) -> dict[str, tuple[SeedRun, int]]:
-        """Return {run: (its trunk, the step at which it branches)}, without the trunks themselves.
+    def branches(self, runs: Sequence[SeedRun]) -> list[tuple[SeedRun, SeedRun, int]]:
+        """Return (run, its trunk, the step at which it branches) of each run that is no trunk.
 
         A branch has the bits of a run of its own settings: up to there these are the trunk's, but for the length.
         """
-        found = {}
+        found = []
         for run in runs if self.trunks else ():
             size = run.setting.rpartition("-")[0]
             of_size = [
@@ -153,7 +153,7 @@ class Family:
             trunk, steps = max(of_size, key=_steps_of), _steps_of(run)
             if trunk is not run:
                 decay = max(1, round(run.request.config.optim.wsd_decay * steps))
-                found[run.name] = trunk, steps - decay
+                found.append((run, trunk, steps - decay))
         return found
 
     def _runs(self, rungs: Mapping[str, dict[str, Any]], factor: float = 1.0) -> list[SeedRun]:
@@ -167,13 +167,11 @@ class Family:
         rates = {"max_lr": optim.max_lr, "muon_lr": optim.muon_lr}
         if self.rate is not None:
             factor *= self.rate.factor(request.config.model.n_embd, values["max_tokens"])
-            rates = {"max_lr": self.rate.max_lr * factor, "muon_lr": optim.muon_lr}
-            if optim.muon_lr is not None:
-                rates["muon_lr"] = optim.muon_lr * factor
+            rates["max_lr"] = self.rate.max_lr
         # Chosen, so that no rung takes those that suit its own length.
         batch = request.config.batch.total_batch_size
         fixed: dict[str, Any] = {
-            k: float(f"{rate:.6g}") for k, rate in rates.items() if rate is not None
+            k: float(f"{rate * factor:.6g}") for k, rate in rates.items() if rate is not None
         }
         if self.trunks:
             fixed |= self._of_trunk(request, values["max_tokens"] // batch, batch)
