@@ -69,20 +69,19 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
     if paired:
-        found = estimate_mean(means[1] - means[0], a[0].weights, a[0].strata)
-        mean, se, effective, degrees = found.mean, found.se, found.effective_n, found.degrees
+        parts = [estimate_mean(means[1] - means[0], a[0].weights, a[0].strata)]
+        mean = parts[0].mean
     else:
         parts = [
             estimate_mean(m, r[0].weights, r[0].strata) for m, r in zip(means, (a, b), strict=True)
         ]
         mean = parts[1].mean - parts[0].mean
-        effective = min(part.effective_n for part in parts)
-        degrees = min(part.degrees for part in parts)
-        known = [part.se for part in parts if part.se is not None]
-        se = math.hypot(*known) if len(known) == 2 else None
+    effective = min(part.effective_n for part in parts)
+    known = [part.se for part in parts if part.se is not None]
     low = high = None
-    if se is not None:
-        half = float(stats.t_half_width(se, degrees))
+    if len(known) == len(parts):
+        degrees = min(part.degrees for part in parts)
+        half = float(stats.t_half_width(math.hypot(*known), degrees))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 
