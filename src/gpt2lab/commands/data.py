@@ -163,7 +163,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
 
 def tokens_as_text(run_dir: Path, tokens: "StepTokens", *, as_text: bool) -> str:
     """Print the windows in sample order, as ids or as text, each with its place."""
-    tokenizer = tokens.tokenizer
+    tokenizer = tokens.data.tokenizer
     if as_text and tokenizer is None:
         raise ConfigError(
             f"--text: the tokenizer of {run_dir.name}'s data is not known; leave it out"

@@ -194,13 +194,12 @@ def _compare_starts(
     ours, theirs = (record.get("provenance", {}) | {"command": None} for record in records)
     if len(ours) == len(theirs) and (other := other_values(ours, theirs, "and")):
         notes.append(f"other versions: {', '.join(other)}")
-    environment: list[str] = []
+    differences = [("setting", line) for line in settings]
     if here and there:
-        environment = other_values(here, there, "and")
+        differences += [("environment", line) for line in other_values(here, there, "and")]
     else:
         notes.append("the environment of one run is not recorded any more, so it was not compared")
-    differences = [("setting", line) for line in settings]
-    return differences + [("environment", line) for line in environment], notes
+    return differences, notes
 
 
 def _first_other_sample(a: RecordedRun, b: RecordedRun, step: int) -> str:

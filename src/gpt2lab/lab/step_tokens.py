@@ -18,7 +18,6 @@ from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
-from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.recipe import Recipe
 
 
@@ -147,7 +146,6 @@ class StepTokens:
     step: int
     epoch: int
     first_sample: int
-    tokenizer: Tokenizer | None
     windows: np.ndarray  # (S, T + 1) of the ids' type, in sample order; targets are windows[:, 1:]
     places: tuple[str, ...]  # of each window: shard and token offset, or row
     hash: str
@@ -211,7 +209,6 @@ def tokens_of_step(run: RecordedRun, step: int) -> StepTokens:
         step=step,
         epoch=event["epoch"],
         first_sample=first,
-        tokenizer=data.tokenizer,
         windows=windows,
         places=where,
         hash=digest,

@@ -319,13 +319,13 @@ def explain(run: RecordedRun, step: int | None, *, worst: int) -> SpikeReport:
 
 
 def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sample]:
-    documents = tokens.documents()
+    documents, tokenizer = tokens.documents(), tokens.data.tokenizer
     samples = {}
     for number in numbers:
         row = number - tokens.first_sample
         ids = tokens.windows[row, 1:].astype(np.int64)
         others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
-        text = None if tokens.tokenizer is None else tokens.tokenizer.decode(ids.tolist())
+        text = None if tokenizer is None else tokenizer.decode(ids.tolist())
         if text is not None:  # its beginning and its end
             long = len(text) > _HEAD + _TAIL
             text = printable(f"{text[:_HEAD]} ... {text[-_TAIL:]}" if long else text)
@@ -333,7 +333,7 @@ def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sampl
             tokens.places[row],
             tuple(np.unique(documents[row]).tolist()) if documents else (),
             text,
-            tuple(patterns(ids, others, tokens.tokenizer)),
+            tuple(patterns(ids, others, tokenizer)),
         )
     return samples
 
