@@ -26,12 +26,11 @@ from gpt2lab.model.counts import count_parameters
 from gpt2lab.report import charts, curves
 from gpt2lab.runs import history, overview, summary
 from gpt2lab.runs.evaluations import newest_tasks
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log, read_json
 
 _TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html", ".css", ".js"))
 _SAMPLES = 16  # on the page, spread evenly over the run
-
-Event = dict[str, Any]
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:

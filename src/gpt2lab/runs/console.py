@@ -190,19 +190,13 @@ class Console:
 
 def wrap(text: str, width: int) -> str:
     """Wrap text to `width` columns, except longer words and lines with a command."""
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if len(line) <= width or " --" in line:
-            lines.append(line)
-            continue
-        lines += textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=" " * _INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(
+        line if len(line) <= width or " --" in line else wrapper.fill(line)
+        for line in text.split("\n")
+    )
 
 
 # -- what a command is doing ------------------------------------------------------------------------------------------

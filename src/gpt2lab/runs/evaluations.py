@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import files
-from gpt2lab.files import COUNT, NUMBER, mismatch, object_of, object_with, or_null, replace_durably
-from gpt2lab.runs.history import Log, read_json, warn_once
+from gpt2lab.files import COUNT, NUMBER, object_of, object_with, or_null, replace_durably
+from gpt2lab.runs.history import Log, read_json
 
 FOLDER = "evaluations"
 Tasks = dict[str, dict[str, Any]]
@@ -55,10 +55,8 @@ def newest_tasks(
     """
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for path in sorted((run_dir / FOLDER).glob("step_*.json")):
-        content = read_json(path)
-        if content is None or (problem := mismatch(content, _CONTENT)) is not None:
-            if content is not None:
-                warn_once(f"{path}: {problem}; left out")
+        content = read_json(path, _CONTENT)
+        if content is None:
             continue
         step = content["step"]
         # A later start from an earlier step may have trained this step again.

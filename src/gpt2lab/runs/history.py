@@ -402,12 +402,15 @@ def deleted_newest(run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
     return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the run; None if it is missing or, with one warning, damaged."""
+def read_json(path: Path, required: Rules | None = None) -> dict[str, Any] | None:
+    """Return the JSON object in a file of the run; None if it is missing or, with one warning, damaged.
+
+    `required`: the keys that it must have, of a file whose name does not tell.
+    """
     file = JsonFile(path, ConfigError)
     try:
         found = file.read()
-        required, optional = _FORMS.get(path.name, ({}, {}))
+        required, optional = _FORMS.get(path.name, (required or {}, {}))
         file.check(found, required, optional)
     except ConfigError as error:
         if os.path.lexists(path):

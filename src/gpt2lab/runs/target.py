@@ -166,9 +166,10 @@ def _step_of(at: str, run_dir: Path | None) -> str:
     """Return what follows a run's name for its checkpoint of a step, for its best one, or for its newest."""
     if at == _LATEST:
         return ""
+    if at.isdecimal():
+        return f"/{manifest.folder_name(int(at))}"
     labelled = catalog.read_labels(run_dir).get(at, "") if run_dir else ""
-    is_known = at.isdecimal() or manifest.is_folder_name(labelled)
-    return "/" + (manifest.folder_name(int(at)) if at.isdecimal() else labelled if is_known else at)
+    return f"/{labelled if manifest.is_folder_name(labelled) else at}"
 
 
 def _names(checkpoint_dir: Path) -> list[str]:
