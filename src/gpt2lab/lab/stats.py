@@ -225,23 +225,11 @@ def sequence_half_width(
     return np.where(slack > 0, factor, np.inf) * np.where(slack > 0, sd, 1.0)
 
 
-@dataclass(frozen=True)
-class Looks:
-    """The confidence sequence after each of N seeds, arrays (..., N); a single seed has no interval."""
+def look(values: np.ndarray, *, alpha: float = ALPHA) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and half width of the confidence sequence after each of (..., N) values, one per seed.
 
-    mean: np.ndarray
-    half_width: np.ndarray
-    differs: np.ndarray  # bool: the interval excludes 0
-    equal: np.ndarray  # bool: it lies within +-smallest
-
-    def first(self) -> np.ndarray:
-        """Return the index of the first seed that decides, N where none does."""
-        decides = self.differs | self.equal
-        return np.where(decides.any(axis=-1), decides.argmax(axis=-1), decides.shape[-1])
-
-
-def look(values: np.ndarray, *, smallest: float, alpha: float = ALPHA) -> Looks:
-    """Evaluate the confidence sequence of (..., N) values, one per seed, after each seed."""
+    A single seed has no interval.
+    """
     n = np.arange(1, values.shape[-1] + 1)
     origin = values[..., :1]  # sums of squares around it keep their digits
     moved = values - origin
@@ -249,8 +237,7 @@ def look(values: np.ndarray, *, smallest: float, alpha: float = ALPHA) -> Looks:
     squares = np.maximum((moved**2).cumsum(axis=-1) - n * mean**2, 0)
     sd = np.sqrt(squares / np.maximum(n - 1, 1))
     half = np.where(n > 1, sequence_half_width(sd, np.maximum(n, 2), alpha), np.inf)
-    mean = mean + origin
-    return Looks(mean, half, np.abs(mean) > half, np.abs(mean) + half < smallest)
+    return mean + origin, half
 
 
 @dataclass(frozen=True)
@@ -266,16 +253,18 @@ class Sequential:
 
 
 def decide(values: Sequence[float], *, smallest: float, alpha: float = ALPHA) -> Sequential:
-    """Return the first decision along the values, one per seed; later values do not change it."""
-    looks = look(np.asarray(values, dtype=np.float64), smallest=smallest, alpha=alpha)
-    first = int(looks.first())
-    place = min(first, len(values) - 1)
-    decision: Decision | None = None
-    if first < len(values):
-        decision = "differs" if looks.differs[first] else "equal"
-    mean, half = float(looks.mean[place]), float(looks.half_width[place])
-    ends = (mean - half, mean + half) if math.isfinite(half) else (None, None)
-    return Sequential(decision, place + 1, 1 - alpha, mean, *ends)
+    """Return the first decision along the values, one per seed; later values do not change it.
+
+    They differ if the interval excludes 0, and are equal if it lies within +-smallest.
+    """
+    looks = zip(*look(np.asarray(values, dtype=np.float64), alpha=alpha), strict=True)
+    for seeds, (mean, half) in enumerate(looks, start=1):
+        differs, equal = abs(mean) > half, abs(mean) + half < smallest
+        if differs or equal or seeds == len(values):
+            break
+    decision: Decision | None = "differs" if differs else "equal" if equal else None
+    ends = (float(mean - half), float(mean + half)) if math.isfinite(half) else (None, None)
+    return Sequential(decision, seeds, 1 - alpha, float(mean), *ends)
 
 
 def first_bounded(alpha: float = ALPHA) -> int:

@@ -75,7 +75,7 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(effec
     null = np.array(effects) == 0
     adjusted = np.array([lab_stats.holm(row) for row in p.tolist()])
     wrong = (adjusted < ALPHA)[:, null].any(axis=1).mean()
-    assert wrong < ALPHA + binomial(ALPHA, trials)
+    assert wrong < ALPHA + binomial(ALPHA, PATHS)
     assert (p < ALPHA)[:, null].any(axis=1).mean() > 0.10
 
 
@@ -168,7 +168,8 @@ def test_the_half_width_is_where_the_martingale_reaches_its_bound() -> None:
 def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_cases(alpha):
     """Student's t, looked at as often, finds one in a quarter of the cases."""
     values = gaussian(0.0)
-    wrong = lab_stats.look(values, smallest=0.0, alpha=alpha).differs.any(axis=-1).mean()
+    mean, half = lab_stats.look(values, alpha=alpha)
+    wrong = (np.abs(mean) > half).any(axis=-1).mean()
     assert alpha / 10 < wrong < alpha + binomial(alpha, PATHS)
     peeked = np.zeros(PATHS, bool)
     for n in range(2, 21):
@@ -181,18 +182,16 @@ def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_ca
 @pytest.mark.parametrize("mean", [0.0, 0.1, 0.5, 0.75, 1.5, 4.0])
 def test_the_stopping_rule_keeps_its_errors_and_its_coverage(mean: float) -> None:
     """Stop when 0 is excluded or the interval lies within +-0.5; wrong decisions and missed means are 5 % at most."""
-    looks = lab_stats.look(gaussian(mean, seed=1), smallest=0.5)
-    first = np.minimum(looks.first(), MOST - 1)
-    rows = np.arange(PATHS)
-    estimate, half = looks.mean[rows, first], looks.half_width[rows, first]
-    assert np.mean(np.abs(estimate - mean) <= half) > 0.95 - binomial(0.05, PATHS)
-    differs, equal = looks.differs[rows, first], looks.equal[rows, first]
-    equal &= ~differs
-    wrong = (differs & (np.sign(estimate) != np.sign(mean))) | (equal & (mean >= 0.5))
+    found = [decide(path, smallest=0.5) for path in gaussian(mean, seed=1)]
+    covers = [one.low <= mean <= one.high for one in found]
+    assert np.mean(covers) > 0.95 - binomial(0.05, PATHS)
+    estimate, decision = np.array([(one.mean, one.decision) for one in found]).T
+    wrong_sign = np.sign(estimate.astype(float)) != np.sign(mean)
+    wrong = (decision == "differs") & wrong_sign | (decision == "equal") & (mean >= 0.5)
     assert wrong.mean() < ALPHA + binomial(ALPHA, PATHS)
     if mean >= 1.5:
-        assert differs.mean() > 0.99
-        assert np.median(first + 1) < (12 if mean < 4 else 6)
+        assert np.mean(decision == "differs") > 0.99
+        assert np.median([one.seeds for one in found]) < (12 if mean < 4 else 6)
 
 
 def test_a_clear_difference_stops_at_once_and_an_unclear_one_does_not() -> None:
