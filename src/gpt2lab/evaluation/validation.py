@@ -265,6 +265,13 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
     windows = [str(loss.results.units["windows"]) for _, loss in counted]
     kept = [loss.token_losses for loss in by_source.values() if loss.token_losses is not None]
     unit = kinds[0] if len(kinds) == 1 else "window"  # documents are not known everywhere
+    losses = np.concatenate([loss.results.per_unit["val_loss"] for _, loss in counted])
+    units = {
+        "n": len(of_units),
+        "unit": unit,
+        "windows": hashlib.sha256(" ".join(windows).encode()).hexdigest(),
+        "weights": [weight for weight, _ in counted],
+    }
     return ValidationLoss(
         val_loss=val_loss,
         val_loss_se=math.hypot(*errors) if len(errors) == len(counted) else None,
@@ -272,22 +279,7 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
         val_se_unit=unit,
         val_effective_n=float(of_units.sum() ** 2 / (of_units**2).sum()),
         bits_per_byte=_bits_per_byte(counted),
-        results=Results(
-            kind="validation",
-            units={
-                "n": len(of_units),
-                "unit": unit,
-                "windows": hashlib.sha256(" ".join(windows).encode()).hexdigest(),
-                "weights": [weight for weight, _ in counted],
-            },
-            per_unit={
-                "val_loss": np.concatenate(
-                    [loss.results.per_unit["val_loss"] for _, loss in counted]
-                )
-            },
-            details={},
-            weights=of_units,
-        ),
+        results=Results("validation", units, {"val_loss": losses}, {}, weights=of_units),
         by_source=by_source,
         token_losses=np.concatenate(kept) if kept else None,
     )

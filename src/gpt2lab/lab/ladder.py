@@ -231,11 +231,9 @@ def _losses(family: Family, runs: Sequence[SeedRun], *, tokens: int) -> tuple[fl
         except CheckError:  # nothing is measured yet
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            again = fmt.command_line(
-                ["run", family.file, "--out", paths.display_path(family.out)]
-                + ["--trunks"] * family.trunks
-            )
-            fix = f"gpt2lab ladder {again}"
+            words = ["gpt2lab", "ladder", "run", family.file, "--out"]
+            words += [paths.display_path(family.out), *["--trunks"] * family.trunks]
+            fix = fmt.command_line(words)
             if holder := holder_of(run.folder):
                 fix = f"{holder} is training it; wait for it"
             raise CheckError(f"{run.name} is not complete: {fix}")

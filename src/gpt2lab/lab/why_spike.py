@@ -109,12 +109,12 @@ def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
     for field, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
         values = log.column(field)
         for place, step in enumerate(log.numbers.tolist()):
-            recent = values[max(0, place - WINDOW) : place]
-            recent = recent[np.isfinite(recent)]
             if step <= after:
                 continue
             if not np.isfinite(values[place]):
                 return step, f"{name} is not finite"
+            recent = values[max(0, place - WINDOW) : place]
+            recent = recent[np.isfinite(recent)]
             if len(recent) < FEWEST_BEFORE:
                 continue
             mean = recent.mean()

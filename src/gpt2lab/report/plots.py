@@ -154,9 +154,8 @@ def _draw_differences(
         drawn = [(i, s[kind]) for i, s in enumerate(settings.values()) if kind in s]
         means, lows, highs = np.array([ends for _, ends in drawn]).T
         rows = [i + shift for i, _ in drawn]
-        error = np.array(
-            [means - lows, highs - means]
-        ).tolist()  # matplotlib 3.10 warns of arrays of one number
+        # matplotlib 3.10 warns of arrays of one number.
+        error = np.array([means - lows, highs - means]).tolist()
         style: dict[str, Any] = {"fmt": "o", "ms": 4, "capsize": 3, "color": colour}
         axes.errorbar(means, rows, xerr=error, label=kind, **style)
     axes.axvline(0, color=_GREY, lw=1, ls="--")
