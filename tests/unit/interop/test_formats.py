@@ -22,7 +22,7 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.shards import document_marks, open_data, read_document_ends
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
-from gpt2lab.errors import ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import ConfigError, DataError, GPT2LabError, SaveError
 from gpt2lab.evaluation.validation import divide_windows
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
@@ -518,5 +518,5 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere, mo
     said = (
         r"shards.json: cannot be written \(No space left on device\); free space and start again$"
     )
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(SaveError, match=said):
         import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), tmp_path / "other")
