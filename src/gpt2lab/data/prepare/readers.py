@@ -135,28 +135,23 @@ def _damage(share: Share) -> tuple[type[Exception], ...]:
     return (pa.ArrowException,) if _is_remote(share) else (pa.ArrowException, OSError)
 
 
-@contextlib.contextmanager
-def _open_raw(share: Share) -> Iterator[IO[bytes]]:
-    if _is_remote(share):
-        import fsspec
+def _open_raw(share: Share) -> IO[bytes]:
+    if not _is_remote(share):
+        return open(share.file.url, "rb")
+    import fsspec
 
-        with fsspec.open(share.file.url, "rb").open() as file:
-            yield file
-    else:
-        with open(share.file.url, "rb") as file:
-            yield file
+    found: IO[bytes] = fsspec.open(share.file.url, "rb").open()
+    return found
 
 
-@contextlib.contextmanager
-def _decompress(raw: IO[bytes], share: Share) -> Iterator[IO[bytes]]:
+def _decompress(raw: IO[bytes], share: Share) -> IO[bytes]:
     if share.file.packing is None:
         # A hub's file cannot limit the length of a line.
-        yield io.BufferedReader(raw, _BLOCK) if _is_remote(share) else raw  # type: ignore[type-var]
-        return
+        return io.BufferedReader(raw, _BLOCK) if _is_remote(share) else raw  # type: ignore[type-var]
     import pyarrow as pa
 
-    with pa.CompressedInputStream(pa.PythonFile(raw, "r"), share.file.packing) as stream:
-        yield io.BufferedReader(stream, _PACKED_BLOCK)
+    stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), share.file.packing)
+    return io.BufferedReader(stream, _PACKED_BLOCK)
 
 
 @contextlib.contextmanager
