@@ -137,7 +137,7 @@ def _no_folder_name(name: str) -> str:
 
 def wrong_types(values: dict[str, Any], target: type | None = None) -> dict[str, str]:
     """Return {name: problem} of the JSON values of another type than their setting, or than their field in `target`."""
-    kinds = _TYPES if target is None else get_type_hints(target)
+    kinds = TYPES if target is None else get_type_hints(target)
     return {
         name: _wrong(name, value, kinds[name])
         for name, value in values.items()
@@ -156,8 +156,8 @@ def as_recorded(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if is_path(name) or is_list(name):
             found[name] = resolved(name, value, paths.from_working_directory)
-        elif isinstance(value, int) and not isinstance(value, bool) and _TYPES[name] is not int:
-            found[name] = float(value) if _is_of(0.5, _TYPES[name]) else value
+        elif isinstance(value, int) and not isinstance(value, bool) and TYPES[name] is not int:
+            found[name] = float(value) if _is_of(0.5, TYPES[name]) else value
     source = values.get("instructions")
     if source and source != "demo" and not source.startswith("hf:"):
         found["instructions"] = str(paths.from_working_directory(Path(source)))
@@ -179,7 +179,7 @@ def read_settings(values: dict[str, Any]) -> Config:
     return config
 
 
-_TYPES: dict[str, Any] = {
+TYPES: dict[str, Any] = {
     name: kind
     for section in fields(Config)
     for name, kind in get_type_hints(section.default_factory).items()

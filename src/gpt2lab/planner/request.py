@@ -8,7 +8,7 @@ import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
@@ -18,6 +18,7 @@ from gpt2lab.config.request import suit_length
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import (
     LEAVES,
+    TYPES,
     as_recorded,
     both_set_length,
     find_problems,
@@ -74,16 +75,11 @@ _HELP = {"mini_batch_size": "sequences per forward pass on each rank"}
 
 def _trainer_flags() -> list[tuple[str, Any, Any]]:
     """Return the name, type and default of each flag of SETTINGS, with the trainer's help; None: not given."""
-    types = {
-        name: kind
-        for section in dataclasses.fields(Config)
-        for name, kind in get_type_hints(section.default_factory).items()
-    }
     flags = []
     for name in SETTINGS:
         leaf = LEAVES[name][1]
         default = () if is_list(name) else "auto" if leaf.default == "auto" else None
-        kind = types[name] | None if default is None else types[name]
+        kind = TYPES[name] | None if default is None else TYPES[name]
         flags.append((name, kind, option(default, _HELP.get(name, leaf.metadata["help"]))))
     return flags
 
