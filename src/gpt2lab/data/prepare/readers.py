@@ -228,17 +228,19 @@ def _read_jsonl(share: Share, text_column: str) -> Stream:
                         position += len(line)
                     yield BadRecordsError(f"{where}: longer than {_LONGEST_RECORD:,} bytes")
                     continue
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield BadRecordsError(f"{where}: not JSON ({error})")
-                    continue
-                yield document_of(row, text_column, where)
+                if line.strip():
+                    yield _document_in(line, text_column, where)
     except _damage(share) as error:
         reason = getattr(error, "strerror", None) or error
         yield BadRecordsError(f"{name}: not readable after line {number} ({reason})")
+
+
+def _document_in(line: bytes, text_column: str, where: str) -> Document | BadRecordsError:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRecordsError(f"{where}: not JSON ({error})")
+    return document_of(row, text_column, where)
 
 
 def _read_csv(share: Share, text_column: str) -> Stream:
@@ -391,7 +393,7 @@ def text_per_byte(file: File, text_column: str) -> float:
     read = len(sample)
     if file.kind == "jsonl":
         lines = sample[: sample.rfind(b"\n") + 1].splitlines(keepends=True)
-        documents = (document_of(_parsed(line), text_column, "") for line in lines)
+        documents = (_document_in(line, text_column, "") for line in lines)
         text = sum(
             len(b.encode("utf-8", "replace"))
             for d in documents
@@ -401,13 +403,6 @@ def text_per_byte(file: File, text_column: str) -> float:
         if text:  # else a single line is longer than the sample, or nothing can be read
             return text / sum(map(len, lines)) * read / max(1, stored)
     return read / stored if read else 1.0
-
-
-def _parsed(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:
