@@ -29,7 +29,6 @@ from gpt2lab.tokenizers.opening import of_record
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
 ID_BYTES = {"<u2": 2, "<u4": 4}
 # Of the kinds in prepare/groups.py, which training need not import.
@@ -116,25 +115,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises: DataError.
     """
-    file = _file(folder / MANIFEST)
+    file = _file(folder)
     manifest = file.read()
     if manifest.get("format") != FORMAT:
         raise file.rejected(f"not a shard manifest of format {FORMAT!r}")
     if manifest.get("fingerprint") != fingerprint_of(manifest):
         raise file.rejected("damaged or edited (its own hash does not match)")
-    check_manifest(file.path, manifest)
+    check_manifest(folder, manifest)
     return manifest
 
 
-def _file(path: Path) -> JsonFile:
-    return JsonFile(
-        path, DataError, fix="prepare the data again", at_most=MAX_MANIFEST_BYTES, follow=True
-    )
+def _file(folder: Path) -> JsonFile:
+    return JsonFile(folder / MANIFEST, DataError, fix="prepare the data again", follow=True)
 
 
-def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Reject a manifest without a key, or with a value of another kind: its hash may have been recomputed by hand."""
-    file = _file(path)
+    file = _file(folder)
     file.check(
         manifest,
         {"tokenizer": OBJECT, "files": list_of(OBJECT, "a list of objects")},

@@ -128,7 +128,7 @@ def import_folder(
     with system_errors_as(DataError, target / MANIFEST, what="cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         _put_beside(target, tokenizer, is_separate=target != folder)
-        check_manifest(target / MANIFEST, manifest)
+        check_manifest(target, manifest)
         write_manifest(target, manifest)
     return manifest
 

@@ -213,7 +213,7 @@ def test_what_was_killed_reads_a_changed_file_again(tmp_path, monkeypatch, name,
 
 @pytest.mark.parametrize(
     ("states", "change"),
-    [("kept", _rewritten), ("lost", _replaced), ("of another machine", _replaced)],
+    [("kept", _rewritten), ("lost", _replaced), ("[1]", _replaced), ("5", _replaced)],
 )
 def test_a_complete_folder_knows_its_sources_by_their_bytes(corpus, tmp_path, states, change):
     out, seen = tmp_path / "out", tmp_path / "out" / ".sources.json"
@@ -224,8 +224,8 @@ def test_a_complete_folder_knows_its_sources_by_their_bytes(corpus, tmp_path, st
         assert path.name == "a.jsonl" or digest in str(before["groups"])
     if states == "lost":
         seen.unlink()
-    elif states == "of another machine":
-        seen.write_text(json.dumps({key: [1] for key in json.loads(seen.read_text())}))
+    elif states != "kept":  # of another machine, or edited
+        seen.write_text(json.dumps(dict.fromkeys(json.loads(seen.read_text()), json.loads(states))))
     assert run_prepare(corpus, out, group_bytes=9_000) is None
     os.utime(corpus / "d_003.txt")  # other times, the same text
     assert run_prepare(corpus, out, group_bytes=9_000) is None

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, read_manifest, shares_of
+from gpt2lab.data.manifest import MANIFEST, read_manifest, shares_of
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import EncoderPool, batch_chunks, key_of
 from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, deal, of_part
@@ -43,7 +43,7 @@ from gpt2lab.data.prepare.write import EVERY_DOCUMENT, SplitRule, rule_by_docume
 from gpt2lab.data.shards import JOURNAL
 from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import parse_json, read_regular, regular, replace_durably, sync_folder
+from gpt2lab.files import JsonFile, regular, replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -406,8 +406,8 @@ def _changed_since(source: TextSource, folder: Path, manifest: dict[str, Any]) -
     if "content" not in manifest:
         return []
     states: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        states = dict(parse_json(read_regular(folder / _STATES, at_most=MAX_MANIFEST_BYTES)))
+    with contextlib.suppress(DataError):
+        states = JsonFile(folder / _STATES, DataError).read()
     now = _states_of(source)
     changed = changed_files(source.files, shares_of(manifest), states)
     if not changed and json.loads(now) != states:

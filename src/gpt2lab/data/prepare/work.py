@@ -133,8 +133,7 @@ def changed_files(
         name, number, count, digest = share
         if (file := by_name.get(name)) is None:
             return True
-        seen, now = states.get(name), state_of(file)
-        if seen is not None and now is not None and tuple(seen) == now:
+        if (now := state_of(file)) is not None and states.get(name) == list(now):
             return False
         return sha256_of_share(Share(file, number, count)) != digest
 
