@@ -254,56 +254,44 @@ def find_problems(config: Config) -> list[str]:
     head_size, rest = divmod(n_embd, n_head) if n_head >= 1 else (0, 0)
     lengths = [name for name in LENGTHS if flat[name] is not None]
     parallel, run_name = flat["parallel"], flat["run_name"]
-    rules = (
-        (flat["seed"] >= 2**32, f"seed {flat['seed']} must be below 2**32"),
-        (
-            flat["min_lr"] is not None and not flat["min_lr"] <= flat["max_lr"],
-            f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
+    rules = {
+        f"seed {flat['seed']} must be below 2**32": flat["seed"] >= 2**32,
+        f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}": (
+            flat["min_lr"] is not None and not flat["min_lr"] <= flat["max_lr"]
         ),
-        *(
-            (name not in TRACKERS, f"track {name!r} is none of {', '.join(TRACKERS)}")
+        **{
+            f"track {name!r} is none of {', '.join(TRACKERS)}": name not in TRACKERS
             for name in config.log.trackers
+        },
+        **{f"{name} {flat[name]} must be below 1": flat[name] >= 1 for name in ("beta1", "beta2")},
+        f"dropout {flat['dropout']} must be in [0, 1)": not 0 <= flat["dropout"] < 1,
+        f"wsd_decay {flat['wsd_decay']} must be in (0, 1]": not 0 < flat["wsd_decay"] <= 1,
+        f"val_fraction {flat['val_fraction']} must be in (0, 1)": not 0 < flat["val_fraction"] < 1,
+        f"n_embd {n_embd} is not a multiple of n_head {n_head}": rest,
+        f"positions rotary: n_embd {n_embd} / n_head {n_head} must be even": (
+            flat["positions"] == "rotary" and head_size % 2
         ),
-        *((flat[name] >= 1, f"{name} {flat[name]} must be below 1") for name in ("beta1", "beta2")),
-        (not 0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)"),
-        (not 0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]"),
-        (
-            not 0 < flat["val_fraction"] < 1,
-            f"val_fraction {flat['val_fraction']} must be in (0, 1)",
+        f"positions half_rotary: n_embd {n_embd} / n_head {n_head} must be a multiple of 4": (
+            flat["positions"] == "half_rotary" and head_size % 4
         ),
-        (rest, f"n_embd {n_embd} is not a multiple of n_head {n_head}"),
-        (
-            flat["positions"] == "rotary" and head_size % 2,
-            f"positions rotary: n_embd {n_embd} / n_head {n_head} must be even",
+        f"head_lr {flat['head_lr']}: a tied head is the embedding; use --head untied or --embedding_lr": (
+            flat["head_lr"] is not None and flat["head"] == "tied"
         ),
-        (
-            flat["positions"] == "half_rotary" and head_size % 4,
-            f"positions half_rotary: n_embd {n_embd} / n_head {n_head} must be a multiple of 4",
+        f"histogram_freq {histograms} needs --use_tensorboard, where histograms are shown": (
+            histograms > 0 and not flat["use_tensorboard"]
         ),
-        (
-            flat["head_lr"] is not None and flat["head"] == "tied",
-            f"head_lr {flat['head_lr']}: a tied head is the embedding; use --head untied or --embedding_lr",
+        f"histogram_freq {histograms} needs full tensors, and with --parallel fsdp no rank has them": (
+            histograms > 0 and parallel == "fsdp"
         ),
-        (
-            histograms > 0 and not flat["use_tensorboard"],
-            f"histogram_freq {histograms} needs --use_tensorboard, where histograms are shown",
+        both_set_length(lengths): len(lengths) > 1,
+        "average_tail: the mean of LoRA's factors is not that of their products; leave one out": (
+            flat["average_tail"] and flat["lora_r"]
         ),
-        (
-            histograms > 0 and parallel == "fsdp",
-            f"histogram_freq {histograms} needs full tensors, and with --parallel fsdp no rank has them",
+        "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1": (
+            parallel == "fsdp" and flat["reduce"] == "exact"
         ),
-        (len(lengths) > 1, both_set_length(lengths)),
-        (
-            flat["average_tail"] and flat["lora_r"],
-            "average_tail: the mean of LoRA's factors is not that of their products; leave one out",
+        _no_folder_name(str(run_name)): (
+            run_name is not None and (not is_file_name(run_name) or run_name[0] in ".-")
         ),
-        (
-            parallel == "fsdp" and flat["reduce"] == "exact",
-            "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
-        ),
-        (
-            run_name is not None and (not is_file_name(run_name) or run_name[0] in ".-"),
-            _no_folder_name(str(run_name)),
-        ),
-    )
-    return problems + [message for is_wrong, message in rules if is_wrong]
+    }
+    return problems + [message for message, is_wrong in rules.items() if is_wrong]
