@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # of ASCII and of Latin-1
 
@@ -33,6 +33,12 @@ class GPT2LabError(Exception):
 
 class ConfigError(GPT2LabError):
     """Flags or settings that cannot work, a rejected resume, a held lock."""
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise one ConfigError for all problems; do nothing if there are none."""
+    if said := "; ".join(problems):
+        raise ConfigError(said)
 
 
 class InUseError(ConfigError):

@@ -13,7 +13,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.schema import Dtype, ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_types
 from gpt2lab.config.settings_file import make_request, read_file, read_values
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, raise_problems
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
 from gpt2lab.runs import history
 from gpt2lab.runs.target import find_run
@@ -271,5 +271,4 @@ def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
         name: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v
         for name, v in flags.items()
     }
-    if problems := wrong_types(plain, target):
-        raise ConfigError("; ".join(problems.values()))
+    raise_problems(wrong_types(plain, target).values())

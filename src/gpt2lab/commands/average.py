@@ -26,7 +26,7 @@ from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
-from gpt2lab.errors import ConfigError, SaveError, system_errors_as
+from gpt2lab.errors import ConfigError, SaveError, raise_problems, system_errors_as
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing
 from gpt2lab.runs.events import METRICS
@@ -71,8 +71,7 @@ def main(argv: list[str]) -> int:
             f"{run_dir.name}: its newest checkpoint holds no mean of --average_tail; give --last N checkpoints"
         )
     name = flags.run_name or f"{run_dir.name}_average{flags.last or ''}"
-    if problems := find_problems(override(Config(), {"run_name": name})):
-        raise ConfigError("; ".join(problems))
+    raise_problems(find_problems(override(Config(), {"run_name": name})))
     if (run_dir.parent / name).exists():
         raise ConfigError(f"{run_dir.parent / name}: is there already; choose another --run_name")
     if infos[-1].config().tuning.lora_r:

@@ -20,7 +20,7 @@ from gpt2lab.commands.verbs import within
 from gpt2lab.config import other_programs
 from gpt2lab.config.flags import Flag, check_least, flags_of, option
 from gpt2lab.config.schema import Dtype
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, raise_problems
 
 _TRUE_FALSE = {"true", "false", "yes", "no", "on", "off"}
 # The trainer's lengths, as the programs call them that only predict or time steps; nanoGPT's flags of sample.py.
@@ -157,8 +157,7 @@ def read_words(
         hint = "settings of a file are --config FILE, .toml or .json" if is_file else "see --help"
         plural = "s" if len(stray) > 1 else ""
         problems += [f"unexpected argument{plural} {' '.join(map(repr, stray))}; {hint}"]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_problems(problems)
     return parser.given
 
 

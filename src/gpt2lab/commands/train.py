@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.schema import RecipeName
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from gpt2lab.commands.command_line import Actions
@@ -166,8 +166,7 @@ def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
     from gpt2lab.training.resolve import fresh_settings
 
     config, _ = fresh_settings(request, recipe)
-    if problems := find_problems(config):
-        raise ConfigError("; ".join(problems))
+    raise_problems(find_problems(config))
     path = paths.from_working_directory(out)
     if os.environ.get("RANK", "0") == "0":
         suited = for_length(config.model.model, config.optim.optimizer, 1.0)

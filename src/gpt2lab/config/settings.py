@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from gpt2lab import fmt, paths
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, TRACKERS, Config, ModelConfig, Policy
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, raise_problems
 from gpt2lab.files import is_file_name, is_number
 
 # Each flag's name: (name of its section, its field).
@@ -170,12 +170,9 @@ def read_settings(values: dict[str, Any]) -> Config:
     Raises: ConfigError with every value of another type, or every one that cannot work.
     """
     values = {name: value for name, value in values.items() if name != "chosen"}
-    problems = list(wrong_types(values).values())
-    if not problems:
-        config = override(Config(), values)
-        problems = find_problems(override(config, {"run_name": None}))  # its folder's name counts
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_problems(wrong_types(values).values())
+    config = override(Config(), values)
+    raise_problems(find_problems(override(config, {"run_name": None})))  # its folder's name counts
     return config
 
 

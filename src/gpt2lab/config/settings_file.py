@@ -19,7 +19,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.request import FOLLOWS, RunRequest, chosen_in, with_full_paths
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, as_recorded, override, to_flat, wrong_types
-from gpt2lab.errors import ConfigError, system_errors_as
+from gpt2lab.errors import ConfigError, raise_problems, system_errors_as
 from gpt2lab.files import read_regular, replace_durably
 
 if sys.version_info >= (3, 11):
@@ -115,8 +115,7 @@ def read_values(values: dict[str, Any], recipe: RecipeName | None = None) -> dic
     Raises: ConfigError naming every one that cannot be used.
     """
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
-    if problems := _problems(plain):
-        raise ConfigError("; ".join(problems.values()))
+    raise_problems(_problems(plain).values())
     found = as_recorded(_without_what_follows(plain))
     return found if recipe is None else _without_other_recipe(found, recipe)
 

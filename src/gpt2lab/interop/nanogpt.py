@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import raise_problems
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def entries_of(config: Mapping[str, Any], *, block_size: int, done: int) -> list
         for name, value in known.items()
         if type(value) is not _KINDS[name] and not (_KINDS[name] is float and type(value) is int)
     ]
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+    raise_problems(wrong)
     entries: list[Entry] = []
 
     def take(names: str, entry: Callable[..., Entry | list[Entry]]) -> None:

@@ -26,7 +26,7 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.compilation import missing_for_compile
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.errors import CheckpointError, ConfigError, raise_problems
 from gpt2lab.lab.step_tokens import Documents, RecordedRun, find_documents
 from gpt2lab.model import rng
 from gpt2lab.runs import history
@@ -288,8 +288,7 @@ class Replay:
             if dtype != "bf16":
                 values["residual_dtype"] = "fp32"
         config = follow_peak(override(self.start.config, values), self.start.chosen)
-        if problems := find_problems(config):
-            raise ConfigError("; ".join(problems))
+        raise_problems(find_problems(config))
         strategy = self.components.strategy
         if dtype:
             strategy = Strategy(self.components.runtime, config.system)

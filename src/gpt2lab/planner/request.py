@@ -30,7 +30,7 @@ from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order
 from gpt2lab.distributed.processor import unseen_gpus
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, raise_problems
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
@@ -261,8 +261,7 @@ def settings_of(request: JobFlags) -> Config:
     problems = find_problems(config)
     if (batch := config.batch.total_batch_size) > 10**9:
         problems.append(f"total_batch_size {batch} must be at most 1e9")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_problems(problems)
     return config
 
 

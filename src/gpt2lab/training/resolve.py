@@ -40,7 +40,7 @@ from gpt2lab.data.mixture import (
 )
 from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, raise_problems
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
@@ -133,7 +133,7 @@ def merge_settings(
     Raises: ConfigError with all that cannot work; CheckpointError, DataError of what the settings follow from.
     """
     run_name = request.config.checkpoint.run_name
-    _raise_problems(find_problems(override(Config(), {"run_name": run_name})))
+    raise_problems(find_problems(override(Config(), {"run_name": run_name})))
     saved, initial, chosen, notes = None, None, request.chosen, place.warnings
     run_dir = place.run_dir
     if place.checkpoint is not None and run_dir is not None:
@@ -153,7 +153,7 @@ def merge_settings(
         raise ConfigError(
             f"{run_dir}: not UTF-8; choose another --checkpoint_dir, or rename the folder"
         ) from error
-    _raise_problems(find_problems(config))
+    raise_problems(find_problems(config))
     config, more = _fit_parallel(request, config, world_size)
     return Settings(config, run_dir, saved, chosen, initial, notes + more)
 
@@ -496,8 +496,3 @@ def _check_source_epochs(start: Start) -> None:
             f"data_weights_at {last}: never comes, because the run ends after {end:,} tokens of these data; "
             f"give a smaller number, or leave it out"
         )
-
-
-def _raise_problems(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError("; ".join(problems))
