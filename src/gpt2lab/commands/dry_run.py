@@ -40,7 +40,7 @@ def print_plan(
     open_core(start)  # rejects what is no bundle
     if os.environ.get("RANK", "0") != "0":
         return 0
-    need = memory_here(start.config, start.plan, train_tokens=start.data.tokens("train"))
+    need = memory_here(start.config, start.plan)
     found = estimate_here(start)
     if as_json:
         print(json.dumps(_as_json(start, need, found)))

@@ -170,7 +170,7 @@ def _disk(start: Start) -> Check:
 def _memory(start: Start, runtime: Runtime) -> Check:
     """Compare the predicted peak of a step with what is free."""
     config = override(start.config, {"device": runtime.device.type})
-    need = memory_here(config, start.plan, train_tokens=start.data.tokens("train"))
+    need = memory_here(config, start.plan)
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
     if config.system.fsdp_offload:
         return Check("memory", "warning", NOT_COUNTED)

@@ -7,7 +7,6 @@ only decides how its cards divide a step: tokens per step, and so the loss curve
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -34,6 +33,7 @@ from gpt2lab.planner.estimate import (
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, detect_hardware, named, total_memory
+from gpt2lab.planner.memory import Dtype
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
@@ -65,7 +65,7 @@ class TrainingPlanner:
         return detect_hardware(device=system.device).free_memory(ranks)
 
     def choose(
-        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path, train_tokens: int
+        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path
     ) -> dict[str, Any]:
         """Return the settings that are decided here, by their flags; see `extension.Planner`.
 
@@ -73,17 +73,10 @@ class TrainingPlanner:
         """
         chosen: dict[str, Any] = {}
         if self._preset is not None:
-            job = Job.of_run(
-                config,
-                plan,
-                train_tokens=train_tokens,
-                dtype="bf16" if config.system.dtype == "auto" else config.system.dtype,
-                compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
-            )
-            chosen |= preset_settings(self._preset, job, typed=request.chosen)
+            chosen |= preset_settings(self._preset, config, plan, typed=request.chosen)
         if self.measures(request) or self._fits_schedule:
             detected = detect_hardware(device=config.system.device)
-            here = job_on(detected, config, plan, train_tokens)
+            here = job_on(detected, config, plan)
             if self.measures(request) and self.memory is not None:
                 found = measuring.find_batch_size(
                     here,
@@ -94,9 +87,8 @@ class TrainingPlanner:
                 chosen["mini_batch_size"] = found["mini_batch_size"]
             if self._fits_schedule:
                 chosen["max_steps"] = steps_in_window(here, detected, run_dir.parent)
-        if self.memory is None:
-            return chosen
-        check_memory(config, plan, train_tokens=train_tokens)
+        if self.memory is not None:
+            check_memory(config, plan)
         return chosen
 
     def peak_flops(self, device_name: str) -> float | None:
@@ -104,7 +96,7 @@ class TrainingPlanner:
         return hardware.peak_flops(device_name)
 
 
-def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
+def memory_here(config: Config, plan: Plan) -> MemoryNeed:
     """Return what a rank of a run needs, compared with what is free on this machine.
 
     Raises: ConfigError if the machine has GPUs that torch cannot use.
@@ -112,7 +104,7 @@ def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
     if config.system.device != "cpu" and (why := unseen_gpus()):
         raise ConfigError(why)
     detected = detect_hardware(device=config.system.device)
-    job = job_on(detected, config, plan, train_tokens)
+    job = job_on(detected, config, plan)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))
     return device_memory(
         job,
@@ -142,7 +134,7 @@ def describe_memory(need: MemoryNeed) -> str:
     return f"{text}: does not fit, not even one sequence at a time; choose a smaller model"
 
 
-def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
+def check_memory(config: Config, plan: Plan) -> None:
     """Reject a model whose weights, gradients and optimizer state exceed a CPU's memory; a GPU reports that itself.
 
     Raises: ConfigError.
@@ -150,7 +142,7 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
     total = total_memory()
     if total is None or (config.system.device != "cpu" and shutil.which("nvidia-smi")):
         return
-    held = job_on(DetectedHardware(()), config, plan, train_tokens).memory()
+    held = job_on(DetectedHardware(()), config, plan).memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * (held.params + held.optimizer + held.gradients)
     if needed > total:
@@ -160,22 +152,22 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
         )
 
 
-def job_on(detected: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
+def job_on(detected: DetectedHardware, config: Config, plan: Plan) -> Job:
     """Return the job of a start of the trainer on this machine."""
-    dtype = config.system.dtype
-    return Job.of_run(
-        config,
-        plan,
-        train_tokens=train_tokens,
-        dtype=detected.auto_dtype if dtype == "auto" else dtype,
-        compiled=compiles(config.system, on_gpu=not detected.is_cpu, max_steps=plan.max_steps),
-    )
+    return _job_of(config, plan, auto_dtype=detected.auto_dtype, on_gpu=not detected.is_cpu)
+
+
+def _job_of(config: Config, plan: Plan, *, auto_dtype: Dtype, on_gpu: bool) -> Job:
+    system, ranks = config.system, plan.batch.world_size
+    dtype = auto_dtype if system.dtype == "auto" else system.dtype
+    compiled = compiles(system, on_gpu=on_gpu, max_steps=plan.max_steps)
+    return Job(config, plan.max_steps, ranks, dtype, compiled)
 
 
 def estimate_here(start: Start) -> Estimate | None:
     """Predict what is left of a start of the trainer on this machine; None for a GPU of which nothing is known."""
     detected, known = detect_hardware(device=start.config.system.device), hardware.load()
-    job = job_on(detected, start.config, start.plan, start.data.tokens("train"))
+    job = job_on(detected, start.config, start.plan)
     job = job.with_validation(start.data.tokens("val"))
     if start.checkpoint is not None:
         job = job.with_steps(max(1, start.plan.max_steps - start.checkpoint.step))
@@ -249,7 +241,9 @@ def choose_first_run(
     return flags if is_enough else {}
 
 
-def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str, Any]:
+def preset_settings(
+    name: str, config: Config, plan: Plan, *, typed: Collection[str]
+) -> dict[str, Any]:
     """Return the preset's mini batch and activation checkpointing, as far as nobody typed them.
 
     Says on stderr what to expect of the preset's cards, and how this machine differs from them.
@@ -257,23 +251,23 @@ def preset_settings(name: str, job: Job, *, typed: Collection[str]) -> dict[str,
     Raises: ConfigError if the preset is for another world size, or the model does not fit its card; NoSourceError if
         nothing is known of the card.
     """
+    world_size = plan.batch.world_size
     if name == "auto":
-        detected = detect_hardware(device=job.config.system.device).gpus
+        detected = detect_hardware(device=config.system.device).gpus
         if not detected:
             raise ConfigError("--preset auto: nvidia-smi shows no GPU; name one, such as 1x4090")
-        name = f"{job.world_size}x{detected[0].name}"
+        name = f"{world_size}x{detected[0].name}"
     count, _, card = name.partition("x")
     if not (count.isdecimal() and card):
         raise ConfigError(f"--preset {name}: give auto, or a number and a card, such as 8xh100")
     known = hardware.load()
     gpu = known.gpu(card)
-    if job.config.system.dtype == "auto":
-        job = dataclasses.replace(job, dtype=gpu.dtype)
-    if job.world_size != int(count):
+    if world_size != int(count):
         raise ConfigError(
-            f"--preset {name} is for world size {count}, one rank per GPU, and this start has {job.world_size}: use "
+            f"--preset {name} is for world size {count}, one rank per GPU, and this start has {world_size}: use "
             f"--gpus {count}, or --mini_batch_size auto instead of a preset"
         )
+    job = _job_of(config, plan, auto_dtype=gpu.dtype, on_gpu=True)
     chosen: dict[str, Any] = {}
     if "mini_batch_size" not in typed:
         typed_mode = "activation_checkpointing" in typed

@@ -48,16 +48,19 @@ class ForecastExtension(Extension):
         path, environment, on_gpu = start.run_dir / FILE, facts["environment"], facts["on_gpu"]
         if start.checkpoint is not None and path.exists():
             return
-        job = Job.of_run(
+        plan = start.plan
+        job = Job(
             start.config,
-            start.plan,
-            train_tokens=start.data.tokens("train"),
+            plan.max_steps,
+            plan.batch.world_size,
             dtype=environment["dtype"],
             compiled=environment["compile"] == "on",
+            unique_tokens=round(plan.tokens / plan.epochs),
+            dataset={"tokens": float(start.data.tokens("train"))},
             order=start.order,
         ).with_validation(start.data.tokens("val"))
         if branch := facts["branch_from"]:  # the steps before it are another run's
-            job = job.with_steps(max(1, start.plan.max_steps - branch["step"]))
+            job = job.with_steps(max(1, plan.max_steps - branch["step"]))
         try:
             known = hardware.load()
             machine = calibration.this_machine(

@@ -28,7 +28,6 @@ from gpt2lab.model.counts import (
 )
 from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
-from gpt2lab.training.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,6 @@ class Job:
     dataset: Mapping[str, float] = field(default_factory=dict)  # how its size was given
     order: Order | Mixture | None = None  # of the data, where it is known
     data_fingerprint: str | None = None
-
-    @staticmethod
-    def of_run(
-        config: Config,
-        plan: Plan,
-        *,
-        train_tokens: int,
-        dtype: Dtype,
-        compiled: bool,
-        order: Order | Mixture | None = None,
-    ) -> Job:
-        """Return the job of a start of the trainer; `train_tokens`: of the training split, leftovers included."""
-        unique, dataset = round(plan.tokens / plan.epochs), {"tokens": float(train_tokens)}
-        ranks = plan.batch.world_size
-        return Job(config, plan.max_steps, ranks, dtype, compiled, unique, dataset, order)
 
     @property
     def sequences(self) -> int:

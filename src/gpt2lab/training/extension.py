@@ -132,7 +132,7 @@ class Planner(Protocol):
         """Return the bytes that this rank could use, None where unknown."""
 
     def choose(
-        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path, train_tokens: int
+        self, request: RunRequest, config: Config, plan: Plan, *, run_dir: Path
     ) -> dict[str, Any]:
         """Return the settings that the planner decides, by their flags; without `memory` nothing is measured for them.
 

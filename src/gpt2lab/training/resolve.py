@@ -256,7 +256,6 @@ def plan_steps(
             override(config, {"val_tokens": min(data.tokens("val"), config.eval.val_tokens)}),
             plan,
             run_dir=settings.run_dir,
-            train_tokens=data.tokens("train"),
         )
         if decided:
             lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}

@@ -127,7 +127,7 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
     def choose(request: RunRequest, memory: list[float | None]) -> dict[str, Any]:
         planner, plan, folder = TrainingPlanner(), start.plan, start.run_dir
         planner.memory = memory
-        return planner.choose(request, start.config, plan, run_dir=folder, train_tokens=1)
+        return planner.choose(request, start.config, plan, run_dir=folder)
 
     assert choose(command, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
     assert offered == [2e9]

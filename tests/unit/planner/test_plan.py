@@ -166,7 +166,8 @@ def settled(data: Path, *flags: str, world: int = 1) -> Start:
 
 
 def job_of(start: Start) -> Job:
-    return Job.of_run(start.config, start.plan, train_tokens=1, dtype="bf16", compiled=True)
+    ranks = start.plan.batch.world_size
+    return Job(start.config, start.plan.max_steps, ranks, dtype="bf16", compiled=True)
 
 
 def show_card(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
