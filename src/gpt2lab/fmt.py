@@ -78,9 +78,12 @@ def quoted(text: str) -> str:
     return "\n".join(f"  | {line}".rstrip() for line in printable(text, keep="\n").split("\n"))
 
 
-def moment(seconds: float) -> str:
-    """Write Unix seconds as local time: '2026-12-24 18:00'."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+def moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Write Unix seconds as local time: '2026-12-24 18:00'; 'never' beyond the calendar of the system."""
+    try:
+        return time.strftime(form, time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return "never"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

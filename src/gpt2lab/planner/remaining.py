@@ -137,7 +137,7 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
             f"{at:,}",
             fmt.count(remaining.tokens_at(at)),
             fmt.moment(now + span.value),
-            f"{fmt.moment(now + span.low)[5:]} ... {fmt.moment(now + span.high)[5:]}",
+            " ... ".join(fmt.moment(now + at, "%m-%d %H:%M") for at in (span.low, span.high)),
         ]
         for at, span in remaining.milestones
     ]

@@ -136,7 +136,7 @@ def _time(estimate: Estimate, now: float) -> list[str]:
     each = fmt.num_bytes(checkpoint_bytes(job.config))
     span = estimate.seconds
     form = "%Y-%m-%d" if span.value > 100 * 86_400 else "%m-%d %H:%M"
-    finish = [_moment(now + end, form) for end in (span.value, span.low, span.high)]
+    finish = [fmt.moment(now + end, form) for end in (span.value, span.low, span.high)]
     kinds, ends = f"start, compile, {', '.join(counts)} of {each}", f"({finish[1]} ... {finish[2]})"
     share = f"{estimate.event_share:.0%} of the time"
     return [
@@ -144,13 +144,6 @@ def _time(estimate: Estimate, now: float) -> list[str]:
         _row("events", fmt.duration(events), share, kinds),
         _row("TOTAL", fmt.duration(span.value), hours(span), f"finishes {finish[0]} {ends}"),
     ]
-
-
-def _moment(seconds: float, form: str) -> str:
-    try:
-        return time.strftime(form, time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):  # beyond the calendar of the system
-        return "never"
 
 
 def _money(estimate: Estimate) -> list[str]:
