@@ -58,9 +58,8 @@ class FineTuning:
         elif idle := sorted({"lora_alpha", "lora_targets"} & request.typed):
             raise ConfigError(f"--{idle[0]} needs --lora_r N: without it all weights are trained")
         matrices = optim.max_lr if optim.muon_lr is None else optim.muon_lr
-        if (
-            optim.has_muon and optim.muon_adjust_lr == "original"
-        ):  # to AdamW's scale, as Muon's own default
+        # To AdamW's scale, as Muon's own default.
+        if optim.has_muon and optim.muon_adjust_lr == "original":
             matrices /= 0.2 * math.sqrt(config.model.n_embd)
         own = ("muon_lr", "embedding_lr", "head_lr", "vector_lr")
         rates = {name: rate for name in own if (rate := getattr(optim, name)) is not None}

@@ -212,8 +212,7 @@ def this_machine(
     if on_cpu:
         name, cores = processor.cpu_name(), processor.cores()
         title = f"this machine's CPU, {cores} cores"
-        available = machine.available_memory()
-        memory = available / world_size if available else None
+        memory = detected.free_memory(world_size)
         typed = os.environ.get("OMP_NUM_THREADS", "")
         # torchrun gives each of several ranks one thread.
         alone = int(typed) if typed.isdigit() else cores if world_size == 1 else 1

@@ -159,10 +159,7 @@ def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, An
         "time": now.timestamp(),
         "inputs_sha256": inputs,
         "law": asdict(ladder.fit.law),
-        "parameters": point.parameters,
-        "tokens": point.tokens,
-        "seeds": point.seeds,
-        "loss": asdict(point.loss),
+        **asdict(point),
         "unit": "nats/token, mean of the seeds, 80 % interval",
     }
     create_durably(path, (json.dumps(document, indent=1) + "\n").encode())

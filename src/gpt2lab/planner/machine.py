@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from gpt2lab.distributed import processor
 from gpt2lab.distributed.processor import smi
 from gpt2lab.errors import ConfigError
@@ -235,12 +237,11 @@ class Watch:
         return busy, sum(os.times()[:4]), time.monotonic()
 
 
-def core_flops(seconds: float = 0.08) -> float:
-    """Multiply fp32 matrices with numpy for `seconds` of one core's time and return the best FLOP/s.
+def core_flops() -> float:
+    """Multiply fp32 matrices with numpy for 0.08 s of one core's time and return the best FLOP/s.
 
     It counts processor time on one thread, so that other programs do not make the machine look slow.
     """
-    import numpy as np
     from threadpoolctl import threadpool_limits
 
     size, best = 512, 0.0
@@ -248,7 +249,7 @@ def core_flops(seconds: float = 0.08) -> float:
     out = np.empty_like(left)
     with threadpool_limits(1):
         began = time.thread_time()
-        while time.thread_time() - began < seconds:
+        while time.thread_time() - began < 0.08:
             start = time.thread_time()
             np.matmul(left, right, out=out)
             best = max(best, 2 * size**3 / (time.thread_time() - start))

@@ -96,7 +96,7 @@ def measure(
     return dataclasses.replace(request, measure=False, find_batch_size=False), search
 
 
-def probe(predictor: Predictor, *, seconds: float) -> Trial:
+def probe(predictor: Predictor, *, seconds: float) -> None:
     """Train for about `seconds` and add the measured speed to the calibration file.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
@@ -134,7 +134,6 @@ def probe(predictor: Predictor, *, seconds: float) -> Trial:
     calibration.append(folder, record)
     if others > machine.BUSY:
         say(f"! machine busy: {busy}; the interval is wider")
-    return trial
 
 
 def with_accumulation(job: Job, accumulation: int) -> Job:
