@@ -252,9 +252,9 @@ def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: in
         others = watch.others()
         exhausted = code in (-9, 137) or any(sign in err + out for sign in _OUT_OF_MEMORY)
         if code != 0 and not exhausted:
-            lines = [line for line in err.splitlines() if line.startswith("error: ")]
-            why = lines[-1].removeprefix("error: ") if lines else err.strip().splitlines()[-1:]
-            raise ConfigError(f"the trainer rejects this run: {why}")
+            lines = err.strip().splitlines() or [f"exit code {code}"]
+            why = next((line for line in lines[::-1] if line.startswith("error: ")), lines[-1])
+            raise ConfigError(f"the trainer rejects this run: {why.removeprefix('error: ')}")
         metrics = run_dir / METRICS
         return Trial(
             # Not the file, which is deleted.

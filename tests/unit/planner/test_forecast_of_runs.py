@@ -234,6 +234,14 @@ def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path):
         assert trial.config[name] == wanted[name] != plain[name]
 
 
+@pytest.mark.parametrize("said", ["killed by somebody", ""])
+def test_a_trainer_that_dies_is_named_by_its_last_line(tmp_path, monkeypatch, said):
+    program = ["-c", f"import sys; sys.stderr.write({said!r}); sys.exit(3)"]
+    monkeypatch.setattr(measuring.paths, "trainer", lambda _: program)
+    with pytest.raises(ConfigError, match=f"rejects this run: {said or 'exit code 3'}$"):
+        measuring.run_trial(small_job(), tmp_path, steps=4)
+
+
 def test_a_trial_without_a_rate_is_no_answer(tmp_path, monkeypatch):
     """A Slurm job that is about to end stops each trial at its first step."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))

