@@ -436,6 +436,7 @@ STRING: Rule = (lambda value: isinstance(value, str), "text")
 COUNT: Rule = (is_count, "a whole number")
 SIZE: Rule = (lambda value: is_count(value) and value > 0, "a whole number above 0")
 NUMBER: Rule = (is_number, "a number")
+POSITIVE: Rule = (lambda value: is_number(value) and value > 0, "a number above 0")
 HASH: Rule = (
     lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)),
     "64 hex digits",

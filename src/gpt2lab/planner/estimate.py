@@ -21,7 +21,7 @@ from gpt2lab.config.derived import saves_in_background
 from gpt2lab.files import read_regular
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
-from gpt2lab.planner.hardware import Hardware
+from gpt2lab.planner.hardware import Hardware, day_of
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine
 from gpt2lab.planner.memory import Memory
@@ -252,8 +252,8 @@ def event_costs(job: Job, machine: Machine, hardware: Hardware) -> EventCosts:
 def _seconds_of_a_save(job: Job, machine: Machine, k: Mapping[str, float]) -> float:
     """Return the mean seconds for which training waits: where a thread writes, for copies and the last save."""
     size, saves = checkpoint_bytes(job.config), job.count("checkpoint")
-    if "checkpoint" in machine.ratios:
-        return size / machine.ratios["checkpoint"]
+    if rate := machine.ratios.get("checkpoint"):
+        return size / rate
     written = size / k["checkpoint_bytes_per_second"]
     if saves == 0 or not saves_in_background(job.config.checkpoint, on_gpu=not machine.is_cpu):
         return written
@@ -277,10 +277,7 @@ class Cost:
 
     def is_old(self, today: datetime.date) -> bool:
         """Tell whether the price is older than half a year."""
-        if self.date is None:
-            return False
-        parts = [int(part) for part in self.date.split("-")]
-        return (today - datetime.date(*([*parts, 1, 1])[:3])).days > _OLD_AFTER_DAYS
+        return self.date is not None and (today - day_of(self.date)).days > _OLD_AFTER_DAYS
 
 
 def cost_of_run(machine: Machine, seconds: Interval, *, price: float | None) -> Cost | None:

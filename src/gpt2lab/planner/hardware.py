@@ -7,6 +7,7 @@ learning rate are the same in all of them, so that their losses can be compared.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import json
@@ -23,11 +24,16 @@ from gpt2lab.config.derived import MANY_EPOCHS
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.files import POSITIVE, SIZE, STRING, mismatch, or_null, parse_json
 
 SHIPPED = Path(__file__).with_name("hardware.json")
 DEFAULT_PROFILE = "balanced"
 # A device name with one of these words is another chip, or a slice of one, than the name without it.
 _OTHER_CHIPS = {"mig", "laptop", "ti", "super", "d", "max", "mobile"}
+_PROFILE = {
+    **{"about": STRING, "context_length": or_null(SIZE)},
+    **dict.fromkeys(("memory_target", "tokens_per_parameter", "eval_interval"), POSITIVE),
+}
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def load(user: Path | None = None) -> Hardware:
     path = user or user_file()
     if path.exists():
         try:
-            _merge(document, json.loads(path.read_text()))
+            _merge(document, parse_json(path.read_text()))
             return _parse(document)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -176,6 +182,11 @@ def peak_flops(device_name: str) -> float | None:
     """Return the dense peak of bf16, else of fp16, in FLOP/s, or None where it is not known: its MFU is then n/a."""
     gpu = load().recognise(device_name)
     return gpu.peak_flops if gpu else None
+
+
+def day_of(date: str) -> datetime.date:
+    """Return the day of `2026-11-26`, or the first one of `2026-11` or `2026`."""
+    return datetime.date(*([*map(int, date.split("-")), 1, 1])[:3])
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
@@ -198,7 +209,10 @@ def _parse(document: dict[str, Any]) -> Hardware:
 
     gpus, words = {}, {}
     for name, entry in document["gpus"].items():
-        price = entry.get("usd_per_hour")
+        price, dated = entry.get("usd_per_hour"), None
+        if price:
+            dated = sources[price[1]]["date"]
+            day_of(dated)  # rejects what is no date
         gpus[name] = Gpu(
             name=name,
             dtype="fp16" if "fp16_tflops" in entry else "bf16",
@@ -211,7 +225,7 @@ def _parse(document: dict[str, Any]) -> Hardware:
             joules_per_flop=number(entry, "pj_per_flop", 1e-12),
             usd_per_hour=number(entry, "usd_per_hour", 1.0),
             price_source=price[1] if price else None,
-            price_date=sources[price[1]]["date"] if price else None,
+            price_date=dated,
             note=entry.get("note"),
         )
         words[name] = tuple(frozenset(group) for group in entry["words"])
@@ -226,6 +240,9 @@ def _parse(document: dict[str, Any]) -> Hardware:
     for name, (value, source) in document["constants"].items():
         sources[source]
         constants[name] = float(value)
+    for name, entry in document["profiles"].items():
+        if (problem := mismatch(entry, _PROFILE)) is not None:
+            raise ValueError(f"profile {name}: {problem}")
     profiles = {name: Profile(name, **entry) for name, entry in document["profiles"].items()}
     return Hardware(document["version"], gpus, links, constants, words, profiles, sources)
 

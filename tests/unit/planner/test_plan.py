@@ -166,8 +166,7 @@ def settled(data: Path, *flags: str, world: int = 1) -> Start:
 
 
 def job_of(start: Start) -> Job:
-    ranks = start.plan.batch.world_size
-    return Job(start.config, start.plan.max_steps, ranks, dtype="bf16", compiled=True)
+    return Job(start.config, 1, start.plan.batch.world_size, dtype="bf16", compiled=True)
 
 
 def show_card(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:

@@ -312,10 +312,7 @@ CARDS = {
     **{"T4": "Tesla T4", "V100": "Tesla V100-SXM2-16GB", "V100-32GB": "Tesla V100-SXM2-32GB"},
     **{"V100-PCIe": "Tesla V100-PCIE-32GB", "A6000": "NVIDIA RTX A6000"},
     **{"H100-NVL": "NVIDIA H100 NVL", "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation"},
-    **{
-        name: f"NVIDIA {name}"
-        for name in ["H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200"]
-    },
+    **{n: f"NVIDIA {n}" for n in ("H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200")},
 }
 NO_CARDS = (
     *("NVIDIA A16", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
@@ -347,10 +344,16 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path):
     assert (merged.gpu("h100").usd_per_hour, merged.gpu("h100").price_date) == (1.5, "2026-11-01")
     assert (merged.gpu("h100").peak_flops, merged.gpu("x9").peak_flops) == (989e12, 100e12)
     assert hardware.find_profile("night", merged).context_length == 256
-    own.write_text(json.dumps({"gpus": {"X9": {**card, "bf16_tflops": [100, "nobody"]}}}))
-    hardware.load.cache_clear()
-    with pytest.raises(ConfigError, match=r"own\.json"):
-        hardware.load(own)
+    for wrong in (
+        {"gpus": {"X9": {**card, "bf16_tflops": [100, "nobody"]}}},
+        {"profiles": {"balanced": {"memory_target": "high"}}},
+        {"constants": {"launch_seconds": [float("nan"), "measured"]}},
+        mine | {"sources": {"me": {"title": "my bill", "date": "June"}}},
+    ):
+        own.write_text(json.dumps(wrong))
+        hardware.load.cache_clear()
+        with pytest.raises(ConfigError, match=r"own\.json"):
+            hardware.load(own)
 
 
 def test_every_number_has_a_source_and_every_source_an_address():
