@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from gpt2lab import files
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
 from gpt2lab.errors import NoSourceError
-from gpt2lab.files import read_regular, regular
 from gpt2lab.planner import machine, timing
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job, ranks_and_micro_batch
@@ -32,6 +32,13 @@ from gpt2lab.runs.history import Log, stall_of
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
 WINSOR = 8.0  # a step longer than this many medians counts as that
+# Of a line that counts.
+_LINE = {
+    **dict.fromkeys((*SIZES, "world", "micro_batch", "accumulation"), files.SIZE),
+    "step_seconds": files.POSITIVE,
+}
+_COST = files.or_null((lambda value: files.is_number(value) and value >= 0, "a number"))
+_MAY_HAVE = {"others": files.or_null(files.NUMBER), "ratios": files.object_of(_COST, "costs")}
 SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}  # of single rates, relative
 
 
@@ -120,7 +127,7 @@ def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
 
     Raises: OSError.
     """
-    with open(checkpoint_dir / FILE, "ab", opener=regular) as file:
+    with open(checkpoint_dir / FILE, "ab", opener=files.regular) as file:
         file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
@@ -130,14 +137,14 @@ def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     records = []
-    for line in read_regular(path, at_most=2**30).split(b"\n"):
+    for line in files.read_regular(path, at_most=2**30).split(b"\n"):
         try:
-            record = json.loads(line)
-            _measured(record)
-            sum(one or 0 for one in (record.get("others"), *record.get("ratios", {}).values()))
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError):
+            record = files.parse_json(line)
+            if files.mismatch(record, _LINE, _MAY_HAVE) is None:
+                _measured(record)
+                records.append(record)
+        except (KeyError, TypeError, ValueError):
             continue
-        records.append(record)
     return records
 
 
@@ -185,11 +192,8 @@ def _measured(record: Mapping[str, Any]) -> MeasuredStep:
         newton_schulz=record.get("newton_schulz", "fast"),
         updaters=1 if record.get("parallel", "ddp") == "ddp" else record["world"],
     )
-    seconds = float(record["step_seconds"])
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError("step_seconds")
     noisy = (record.get("others") or 0.0) > machine.BUSY
-    return MeasuredStep(amount, seconds, sigma=0.3 if noisy else 0.05)
+    return MeasuredStep(amount, record["step_seconds"], sigma=0.3 if noisy else 0.05)
 
 
 def this_machine(

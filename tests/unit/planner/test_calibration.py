@@ -52,6 +52,7 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(tm
     path = tmp_path / calibration.FILE
     lines = [record(), record(device="y", step_seconds=9.0), record(others=0.8, step_seconds=2.0)]
     lines += [record(ratios=[1.0]), record(ratios={"eval": "x"}), record(others="x")]  # edited
+    lines += [record(ratios={"eval": -1}), record(ratios={"start": float("inf")})]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn": ')
     records = calibration.read(tmp_path)
     assert len(records) == 3
