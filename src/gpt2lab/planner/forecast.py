@@ -160,28 +160,28 @@ def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
 def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
     """Return the accuracy of earlier forecasts, a row for each that was compared, as JSON and as text."""
     rows = []
+    by_source: dict[str, list[tuple[float, bool]]] = defaultdict(list)  # error, inside the interval
     for path in sorted(checkpoint_dir.glob(f"*/{FILE}")):
         document = read_json(path) or {}
-        # Not compared yet, or of another version.
-        with contextlib.suppress(KeyError, TypeError):
+        # Not compared yet, of a run whose length was changed, of another version, or edited.
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             actual, predicted = document["actual"], document["estimate"]
-            row = {"run": path.parent.name, "source": document["throughput"]["source"]}
+            source = str(document["throughput"]["source"])
+            row: dict[str, Any] = {"run": path.parent.name, "source": source}
             row |= {key: predicted[key] for key in _HOURS}
             row |= {"actual_hours": actual["hours"], "time_accuracy": actual["time_accuracy"]}
-            if actual["time_accuracy"] is not None:  # of the length that was forecast
-                rows.append(row | {"inside_interval": actual["inside_interval"]})
-    by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_source[row["source"]].append(row)
+            row |= {"inside_interval": bool(actual["inside_interval"])}
+            error = abs(math.log(row["time_accuracy"] / 100))
+            by_source[source].append((error, row["inside_interval"]))
+            rows.append(row)
     summary = [
         {
             "source": source,
-            "runs": len(runs),
-            "median_error_percent": 100
-            * statistics.median(abs(math.log(r["time_accuracy"] / 100)) for r in runs),
-            "inside_interval": sum(r["inside_interval"] for r in runs) / len(runs),
+            "runs": len(found),
+            "median_error_percent": 100 * statistics.median(error for error, _ in found),
+            "inside_interval": statistics.fmean(is_inside for _, is_inside in found),
         }
-        for source, runs in by_source.items()
+        for source, found in by_source.items()
     ]
     document = reports.blank_report() | {"accuracy": {"summary": summary, "runs": rows}}
     if not rows:

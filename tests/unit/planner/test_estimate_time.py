@@ -55,14 +55,11 @@ def test_json_is_one_object_with_every_key_in_every_mode(tmp_path, capsys, flags
     assert set(KEYS) <= set(json.loads(out))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *({"list_gpus": True}, {"accuracy": True}, {"gpu": "H100", "compare": "gpus"}),
-        {"run_name": "r"},
-    ],
-    ids=str,
-)
+ANSWERS = [{"list_gpus": True}, {"accuracy": True}, {"run_name": "r"}]
+ANSWERS += [{"gpu": "H100", "compare": "gpus"}]
+
+
+@pytest.mark.parametrize("flags", ANSWERS, ids=str)
 def test_the_api_answers_as_the_command_does(a_run, tmp_path, capsys, flags):
     flags = {**flags, "checkpoint_dir": a_run.parent}
     report = tmp_path / "report.json"
@@ -319,4 +316,6 @@ def test_a_forecast_is_scored(a_run):
     with open(metrics, "a") as file:  # another batch from here on
         file.write(json.dumps(begun) + "\n")
     assert forecast.complete(a_run, history.read_log(a_run))["time_accuracy"] is None
-    assert "no finished run" in forecast.describe_history(a_run.parent)[1]
+    for accuracy in (None, 0, "x"):  # and edited
+        edit_json(a_run / forecast.FILE, actual=changed | {"time_accuracy": accuracy})
+        assert "no finished run" in forecast.describe_history(a_run.parent)[1]
