@@ -56,24 +56,22 @@ class EncodedConversation:
     digest: str  # of its turns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InstructionData(TokenData):
     """Conversations in place of a folder of shards: each split is one shard of rows, in memory only."""
 
-    rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
-    conversations: dict[str, int] = field(default_factory=dict)
-    first: EncodedConversation | None = field(default=None, repr=False, compare=False)
+    rows: dict[str, Rows] = field(repr=False, compare=False)
+    conversations: dict[str, int]
+    first: EncodedConversation = field(repr=False, compare=False)
 
     def example(self) -> str:
         """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""
-        if self.first is None or self.tokenizer is None:
-            return ""
-        groups = itertools.groupby(
-            zip(self.first.ids, self.first.is_answer, strict=True), key=lambda one: one[1]
-        )
-        texts = [(answers, [id for id, _ in part]) for answers, part in groups]
-        decoded = [(answers, self.tokenizer.decode(ids)) for answers, ids in texts]
-        return "".join(f">>>{text}<<<" if answers else text for answers, text in decoded)
+        first, text, decode = self.first, "", self.rows["train"].tokenizer.decode
+        marked = zip(first.ids, first.is_answer, strict=True)
+        for is_answer, part in itertools.groupby(marked, key=lambda one: one[1]):
+            shown = decode([id for id, _ in part])
+            text += f">>>{shown}<<<" if is_answer else shown
+        return text
 
     def describe(self, unused_targets: int) -> str:
         """Describe the data in one line."""
