@@ -90,7 +90,8 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     last_step, attempt = begin["max_steps"], log.last_attempt
     progress = Progress(last_step=last_step, frequencies=frequencies(config))
     # Another start may have run on another machine.
-    for seconds in log.last_start("step_seconds")[-MOST_STEPS - WARM_UP :].tolist():
+    taken = log.last_start("step_seconds")[-MOST_STEPS - WARM_UP :]
+    for seconds in taken[taken > 0].tolist():
         progress.record_step(seconds)
     for event in log.events:
         stall = history.stall_of(event)

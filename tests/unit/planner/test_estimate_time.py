@@ -238,9 +238,8 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsy
 
 def test_milestones_count_the_tokens_that_earlier_starts_trained_with_another_batch(a_run):
     log = a_run / "metrics.jsonl"
-    log.write_text(
-        log.read_text().replace('"step": 500, "step_s', '"step": 500, "tokens": 7, "step_s')
-    )
+    text = log.read_text()
+    log.write_text(text.replace('"step": 500, "step_s', '"step": 500, "tokens": 7, "step_s'))
     found = remaining.remaining_as_json(remaining.estimate_remaining(a_run), 0.0)
     assert found["milestones"][0]["tokens"] == 7 + 250 * 524_288
     assert found["dataset_info"]["training_tokens"] == 7 + 500 * 524_288
@@ -252,13 +251,11 @@ def test_milestones_count_the_tokens_that_earlier_starts_trained_with_another_ba
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"parallel": "zero1"},
+        *({}, {"parallel": "zero1"}, {"fsdp_offload": True}),
         {"parallel": "fsdp", "activation_checkpointing": "block"},
         {"parallel": "fsdp", "fsdp_param_dtype": "bf16"},
         {"optimizer": "muon", "positions": "rotary"},
         {"instructions": "demo", "lora_r": 8},
-        {"fsdp_offload": True},
     ],
     ids=lambda settings: "+".join(map(str, settings.values())),
 )
@@ -283,6 +280,9 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run):
     text = metrics.read_text()
     metrics.write_text(text + '{"event": "step", "st')  # torn: the writer was killed
     assert remaining.estimate_remaining(a_run).step == 500
+    for untimed in ("0.0", "null"):
+        metrics.write_text(text.replace('"step_seconds": 2.0', f'"step_seconds": {untimed}'))
+        assert remaining.estimate_remaining(a_run).throughput is None
     endless = re.sub(r'"max_steps": \d+', '"max_steps": null', text)
     for wrong in ("", text.replace("524288", "1024"), endless, "no json\n"):
         metrics.write_text(wrong)
