@@ -43,11 +43,8 @@ class Connection(H11Protocol):  # type: ignore[misc]
         super().connection_made(transport)
         self._await_headers()
         idle = [one for one in self.connections if one.is_idle]
-        crowd = self.address
-        if (
-            Counter(o.address for o in self.connections)[crowd]
-            <= self.limit_concurrency - _OF_OTHERS
-        ):
+        crowd, held = self.address, Counter(one.address for one in self.connections)
+        if held[crowd] <= self.limit_concurrency - _OF_OTHERS:
             if len(self.connections) < self.limit_concurrency:
                 return
             [(crowd, _)] = Counter(one.address for one in idle).most_common(1)

@@ -174,18 +174,15 @@ class MLflow:
         """Write the numbers with the times of their events, and texts as files."""
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(_as_name(tag), value, int(row.time * 1000), row.step)
-            for row in rows
-            for tag, value in row.values.items()
-            if not isinstance(value, str)
-        ]
-        for begin in range(0, len(metrics), 1000):  # more at once are rejected
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+        metrics = []
         for row in rows:
             for tag, value in row.values.items():
                 if isinstance(value, str):
                     self._client.log_text(self._id, value, f"{tag}/step_{row.step:08d}.txt")
+                else:
+                    metrics.append(Metric(_as_name(tag), value, int(row.time * 1000), row.step))
+        for begin in range(0, len(metrics), 1000):  # more at once are rejected
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 
     def finish(self) -> None:
         """Mark the run as ended; a later start opens it again."""
