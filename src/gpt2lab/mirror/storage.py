@@ -229,19 +229,20 @@ class Mirror:
                 return None  # torn by a kill, before anything else was written
         raise foreign
 
-    def require_own(self, own: str | None) -> None:
-        """Reject the copies of another run with this name; a run that left no complete one may be replaced.
+    def require_own(self, own: str | None) -> bool:
+        """Tell whether the copies are said to be this run's; one that left no complete copy may be replaced.
 
-        Raises: ConfigError.
+        Raises: ConfigError if another run with this name has copies here.
         """
-        if self.owner() in (None, own):
-            return
+        if (owner := self.owner()) in (None, own):
+            return owner is not None
         copies, problems = self.list_copies()
         if copies or problems:
             raise ConfigError(
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
                 f"with --resume latest, or choose another --run_name"
             )
+        return False
 
     def upload(self, folder: Path, manifest: dict[str, Any], tick: Tick = lambda: None) -> None:
         """Copy one checkpoint and what belongs to it; every byte read must have its manifest's hash.
@@ -344,8 +345,7 @@ class Mirror:
             raise CheckpointError(
                 f"{run_dir / METRICS}: has no first line, by which a mirror knows the run"
             )
-        self.require_own(own)
-        if self.owner() == own:
+        if self.require_own(own):
             return
         if self._is_local:
             self.fs.makedirs(self._root, exist_ok=True)
