@@ -78,8 +78,14 @@ class HuggingFaceTokenizer(Tokenizer):
         import numpy as np
 
         with self._library():
-            found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(self._checked(one.ids), dtype=np.uint32) for one in found]
+            encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        if any((ids == self.end_of_text).any() for ids in found):
+            raise DataError(
+                f"{self._where}: encodes {self.end_token!r} within a text as the end of the text, because the token is "
+                f"not marked special; give another --end_token, or another tokenizer"
+            )
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -106,14 +112,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the file itself."""
         return self.files[TOKENIZER_FILE]
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        if self.end_of_text in ids:
-            raise DataError(
-                f"{self._where}: encodes {self.end_token!r} within a text as the end of the text, because the token is "
-                f"not marked special; give another --end_token, or another tokenizer"
-            )
-        return ids
 
     @property
     def _encoder(self) -> Encoder:
