@@ -185,9 +185,8 @@ def _warn_of_shared_beginnings(
     for ids in (one.ids for one in kept if one.digest in held_out):
         ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == end_of_text]
         count += any(tuple(ids[:end]) in learned for end in ends_of_answers)
-    return (
-        [f"{count:,} held-out conversations begin with one of the training split"] if count else []
-    )
+    said = f"{count:,} held-out conversations begin with one of the training split"
+    return [said] if count else []
 
 
 def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:

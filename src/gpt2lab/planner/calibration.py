@@ -157,15 +157,9 @@ def calibrate(
 
     `kind`: keys that a record must have in common with the run to predict, with their values; None: any.
     """
-    mine = [
-        record
-        for record in records
-        if all(
-            record.get(key, "ddp") == value  # parallel is absent in older lines
-            for key, value in kind.items()
-            if value is not None
-        )
-    ]
+    wanted = {key: value for key, value in kind.items() if value is not None}
+    ddp = {"parallel": "ddp"}  # absent in older lines
+    mine = [record for record in records if {**ddp, **record}.items() >= wanted.items()]
     quiet = [record for record in mine if (record.get("others") or 0.0) <= machine.BUSY][-200:]
     measured = [_measured(record) for record in quiet or mine[-200:]]
     if not quiet:  # Other programs only slow a run down.

@@ -292,9 +292,7 @@ def _find_own(values: dict[str, Any]) -> Tokenizer | None:
     if not vocabulary or not isinstance(vocabulary, dict):
         return None
     *symbols, end = sorted(vocabulary, key=lambda token: vocabulary[token])
-    if end != END_TOKEN or [vocabulary[one] for one in (*symbols, end)] != [
-        *range(len(vocabulary))
-    ]:
+    if end != END_TOKEN or sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         return None
     if splitter == json.loads(BYTES.tokenizer_json())["pre_tokenizer"]:
         return BYTES if symbols == byte_alphabet() else None

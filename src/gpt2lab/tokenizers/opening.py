@@ -38,12 +38,9 @@ def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
 
 def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
     """Return the tokenizer in a folder that has this hash, else the first; there may be files of two."""
-    path = folder / TOKENIZER_FILE
     with contextlib.suppress(DataError):
-        if (
-            path.exists()
-            and (found := read_huggingface(path, _end_token_of(folder))).hash == digest
-        ):
+        found = read_huggingface(folder / TOKENIZER_FILE, _end_token_of(folder))
+        if found.hash == digest:
             return found
     return find_in(folder)
 
@@ -81,11 +78,9 @@ def require_same(
     """
     if of_model is None or of_model == of_data:
         return
-    other = (
-        "are of a tokenizer that is not known" if of_data is None else f"are {of_data.describe()}"
-    )
+    other = "of a tokenizer that is not known" if of_data is None else of_data.describe()
     raise DataError(
-        f"{data}: its ids {other}, but {model} was trained with {of_model.describe()}: they would decode to other "
+        f"{data}: its ids are {other}, but {model} was trained with {of_model.describe()}: they would decode to other "
         f"text; prepare the text with that tokenizer"
     )
 
