@@ -123,8 +123,7 @@ class Hardware:
             bare = re.sub(r"[^a-z0-9]", "", known.lower())
             if plain in (bare, bare.removeprefix("rtx"), "nvidia" + bare):
                 return self.gpus[known]
-        found = self.recognise(name)
-        if found is not None:
+        if (found := self.recognise(name)) is not None:
             return found
         lowered = {known.lower(): known for known in self.gpus}
         near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.3)

@@ -153,14 +153,13 @@ class Job:
         """Return the largest micro-batch whose peak fits `budget` bytes, None if one sequence does not.
 
         Memory grows with the micro-batch at any fixed accumulation; going from some accumulation to none frees less
-        than one more sequence costs, except for tiny models. So it tries every divisor.
+        than one more sequence costs, except for tiny models. So it tries every divisor, the largest first.
         """
-        fitting = [
-            size
-            for size in mini_batch_sizes(self.sequences)
-            if self.memory(on_gpu=on_gpu, micro_batch=size).tensors <= budget
-        ]
-        return max(fitting, default=None)
+
+        def fits(size: int) -> bool:
+            return self.memory(on_gpu=on_gpu, micro_batch=size).tensors <= budget
+
+        return next(filter(fits, reversed(mini_batch_sizes(self.sequences))), None)
 
     def with_steps(self, steps: int) -> Job:
         """Return the same job at another length."""
