@@ -222,19 +222,24 @@ def newer_than(run_dir: Path, step: int) -> list[Path]:
     return [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
 
 
-def supersede(run_dir: Path, step: int) -> list[str]:
-    """Move checkpoints newer than `step` (and the labels on them) aside; return their names.
+def supersede(run_dir: Path, step: int, *, best: int | None) -> list[str]:
+    """Set checkpoints newer than `step` and their labels aside; return their names. `best`: the best step left.
 
     Otherwise retention by step number would delete the new checkpoints of a run that goes back to an earlier step.
     """
-    newer = newer_than(run_dir, step)
-    if not newer:
-        return []
+    names = [folder.name for folder in newer_than(run_dir, step)]
+    if names:
+        _set_aside(run_dir, names)
+    if best is not None and (run_dir / manifests.folder_name(best)).is_dir():
+        set_label(run_dir, "best", best)
+    return names
+
+
+def _set_aside(run_dir: Path, names: list[str]) -> None:
     aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}"
     if aside.exists():  # the second time within a second
         aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:4]}")
     aside.mkdir()
-    names = [folder.name for folder in newer]
     for label, target in read_labels(run_dir).items():
         if target in names:
             (run_dir / LABELS / label).unlink()
@@ -243,7 +248,6 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     # Before the log says that the run continues from an earlier step.
     sync_folder(aside)
     sync_folder(run_dir)
-    return names
 
 
 def retain(

@@ -141,14 +141,14 @@ def rewind(
         lambda: store.load(chosen.path, model=components.model, optimizers=components.optimizers)
     )
     record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
+    if runtime.rank == 0:  # before the log says that the run went back
+        catalog.supersede(start.run_dir, chosen.step, best=loaded.best_step)
     logger.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
     logger.warn(
         f"step {spike}: loss {loss:.4f} is a spike; returning to step {chosen.step} and "
         f"skipping the {jumped - loaded.samples:,} windows up to it",
         chosen.step,
     )
-    if runtime.rank == 0:
-        catalog.supersede(start.run_dir, chosen.step)
     return dataclasses.replace(
         loaded,
         samples=jumped,

@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from gpt2lab import WAITING, fmt, paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.config.request import describe_change
@@ -177,7 +176,9 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     }
     folder.write_status("running", step=state.step)
     # First of all: once the log continues from this step, no start may resume from a newer one.
-    superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
+    superseded = (
+        [] if check is None else catalog.supersede(start.run_dir, state.step, best=state.best_step)
+    )
     _describe_start(components, logger)
     if start.branch and (problem := folder.record_in_trunk(start.branch)):
         logger.warn(problem, state.step)
@@ -189,9 +190,6 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         logger.warn(warning, state.step)
     if superseded:
         logger.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
-    best = state.best_step
-    if best is not None and (start.run_dir / folder_name(best)).is_dir():
-        catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
 
 def _summary(components: Components) -> str:

@@ -175,6 +175,25 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_kill_after_a_rewind_to_before_a_change_keeps_the_best_and_may_repeat_it(
+    run, spoil, tiny_data, tmp_path, monkeypatch
+):
+    spoil(50.0, 12)
+    flags = ("--max_steps=13", "--on_spike=rewind", "--eval_freq=1")
+    change = ("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
+    whole = Run(tiny_data, tmp_path / "whole", *RUN)
+    for one in (whole, run):
+        one.train(*flags, "--stop_after_steps=10")
+    whole.train(*flags, *change)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setenv("FAULT", "step:raise@10")
+        run.train(*flags, *change)
+    assert run.labels()["best"] == "step_00000009"
+    run.train(*flags, *change)
+    assert run.hashes(13) == whole.hashes(13)
+
+
+@pytest.mark.usefixtures("soon")
 def test_a_rewind_without_a_checkpoint_skips(tiny_data, tmp_path, spoil):
     run = Run(tiny_data, tmp_path, "--checkpoint_freq=0", "--eval_freq=0")
     spoil(50.0, 12)
