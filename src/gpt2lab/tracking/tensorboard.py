@@ -80,7 +80,7 @@ class TensorBoard(Extension):
         self._writer: SummaryWriter | None = None
 
     def started(self, run: LiveRun) -> None:
-        """Open the files; events after the step resumed from are replaced."""
+        """Open the files; events after the step resumed from, or rewound to, are replaced."""
         self._run, self._freq = run, run.start.config.log.histogram_freq
         self._last_step = run.start.plan.max_steps
         if not run.start.config.log.use_tensorboard:
@@ -102,6 +102,10 @@ class TensorBoard(Extension):
         if self._writer is None:
             return
         try:
+            if event["event"] == "rewind":
+                self._writer.close()
+                again, folder = type(self._writer), self._writer.log_dir
+                self._writer = again(folder, purge_step=event["step"] + 1)
             mirror(self._writer, event)
             if event["event"] == "step":
                 weights = self._run.components.model.named_parameters()

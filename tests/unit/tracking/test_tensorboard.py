@@ -86,19 +86,31 @@ def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path)
     assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
 
 
-def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path):
-    weights = {"nan": torch.tensor([1.0, math.nan]), "infinite": torch.tensor([1.0, math.inf])}
-    weights["same"] = torch.full((3, 2), 2.0)
+def recorded(run_dir: Path, weights: dict[str, torch.Tensor], *events: Any) -> EventAccumulator:
+    """Return what the extension writes of some events of a fresh run."""
     config = override(Config(), {"use_tensorboard": True, "histogram_freq": 1})
-    start = SimpleNamespace(config=config, run_dir=tmp_path, plan=SimpleNamespace(max_steps=1))
+    start = SimpleNamespace(config=config, run_dir=run_dir, plan=SimpleNamespace(max_steps=1))
     model = SimpleNamespace(named_parameters=weights.items)
     state = SimpleNamespace(step=0)
     run: Any = SimpleNamespace(start=start, components=SimpleNamespace(model=model, state=state))
     tensorboard = TensorBoard()
     tensorboard.started(run)
-    tensorboard.recorded({"event": "step", "step": 1}, None)
+    for event, step in events:
+        tensorboard.recorded({"event": event, "step": step, "loss": 2.0}, None)
     tensorboard.ended(None, None)
-    written = open_tensorboard(tmp_path)
+    return open_tensorboard(run_dir)
+
+
+def test_steps_after_a_rewind_replace_those_before_it(tmp_path):
+    steps = [("step", n) for n in (1, 2, 3)]
+    written = recorded(tmp_path, {}, *steps, ("rewind", 1), *steps[1:])
+    assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3]
+
+
+def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path):
+    weights = {"nan": torch.tensor([1.0, math.nan]), "infinite": torch.tensor([1.0, math.inf])}
+    weights["same"] = torch.full((3, 2), 2.0)
+    written = recorded(tmp_path, weights, ("step", 1))
     assert written.Tags()["histograms"] == ["Parameters/same"]
     (event,) = written.Histograms("Parameters/same")
     found = event.histogram_value
