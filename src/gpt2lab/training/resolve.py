@@ -6,6 +6,7 @@ Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,6 +23,7 @@ from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import (
     RunRequest,
     chosen_in,
+    describe_change,
     fill_in,
     find_changes,
     follow_peak,
@@ -29,7 +31,7 @@ from gpt2lab.config.request import (
     suit_length,
 )
 from gpt2lab.config.schema import LENGTHS, Config
-from gpt2lab.config.settings import find_problems, override, to_flat
+from gpt2lab.config.settings import find_problems, override, policy_of, to_flat
 from gpt2lab.data.mixture import (
     MixedData,
     Mixture,
@@ -346,6 +348,7 @@ def check_start(
         has_ended = (status.get("state"), status.get("step")) == ("completed", checkpoint.step)
         if not place.branch:
             attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
+            notes += _unsaved_changes(request, settings, data, checkpoint)
         if not recorded and checkpoint.kind != "average":  # which no start trained
             notes += (
                 f"{checkpoint.path.parent / METRICS}: has no line of step {checkpoint.step}, after which this "
@@ -381,6 +384,28 @@ def check_start(
         return start
     repeats = find_repeats(start.epochs_by_source() or {"the data": start.epochs})
     return dataclasses.replace(start, warnings=(*notes, *repeats))
+
+
+def _unsaved_changes(
+    request: RunRequest, settings: Settings, data: TokenData, checkpoint: CheckpointInfo
+) -> tuple[str, ...]:
+    """Warn of what --allow_change gave the last start if the checkpoint of this one was saved before."""
+    assert settings.saved is not None
+    run_dir, saved, lost = settings.run_dir, settings.saved, []
+    trained_on = (history.read_json(run_dir / "run.json") or {}).get("data_fingerprint")
+    other_data = trained_on not in (None, data.fingerprint)
+    given = request.chosen.union(find_changes(saved, settings.config))
+    with contextlib.suppress(ConfigError):  # config.json is replaced
+        for name, change in find_changes(saved, history.read_config(run_dir)).items():
+            counts = policy_of(name, saved) == "guarded" or (name == "data_dir" and other_data)
+            if counts and name not in given:
+                lost.append(f"{name} {describe_change(name, change)}")
+    if not lost:
+        return ()
+    return (
+        f"step {checkpoint.step} was saved before {', '.join(lost)}: this start has the old values; "
+        f"for the new ones, stop it and give them again, with --allow_change",
+    )
 
 
 def _check_branch(place: Place, settings: Settings, steps: PlannedSteps, lr: float | None) -> None:

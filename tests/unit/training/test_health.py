@@ -175,7 +175,7 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_kill_after_a_rewind_to_before_a_change_keeps_the_best_and_may_repeat_it(
+def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_again(
     run, spoil, tiny_data, tmp_path, monkeypatch
 ):
     spoil(50.0, 12)
@@ -189,7 +189,11 @@ def test_a_kill_after_a_rewind_to_before_a_change_keeps_the_best_and_may_repeat_
         patched.setenv("FAULT", "step:raise@10")
         run.train(*flags, *change)
     assert run.labels()["best"] == "step_00000009"
+    told = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
+    lost = "step 9 was saved before max_lr 0.0006 -> 0.001, min_lr 6e-05 -> 0.0001: this start"
+    assert lost in " ".join(told.warnings)
     run.train(*flags, *change)
+    assert not any("was saved before" in event["message"] for event in run.events("warning"))
     assert run.hashes(13) == whole.hashes(13)
 
 
