@@ -50,12 +50,7 @@ def kill(script: Path | str, words: list[str], *, at: int, below: Path) -> int:
 
 
 def kill_everywhere(
-    script: str,
-    words: list[str],
-    tmp_path: Path,
-    *,
-    every: int = 1,
-    shards: tuple[int, ...] = (),
+    script: str, words: list[str], tmp_path: Path, *, every: int = 1, shards: tuple[int, ...] = ()
 ) -> int:
     """Kill a script at each call, repeat it, and compare with one that was not killed; return the calls.
 

@@ -18,10 +18,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "some/file")
     ],
 )
 def test_a_system_error_names_its_place_its_reason_and_the_fix(error, more, wording):
-    with (
-        pytest.raises(GPT2LabError, check=wording) as caught,
-        system_errors_as(DataError, "runs/a", **more),
-    ):
+    named = system_errors_as(DataError, "runs/a", **more)
+    with pytest.raises(GPT2LabError, check=wording) as caught, named:
         raise error
     assert type(caught.value) is (SaveError if error is FULL else DataError)
     assert caught.value.__cause__ is error

@@ -12,8 +12,7 @@ RECORDED_ALL = (("small", "fp32"), ("small", "bf16"), ("wide", "fp32"))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "steps"),
-    [("small", "fp32", 8), *slow(*((*one, 60) for one in RECORDED_ALL))],
+    ("name", "dtype", "steps"), [("small", "fp32", 8), *slow(*((*one, 60) for one in RECORDED_ALL))]
 )
 def test_the_preset_computes_what_the_program_did(name, dtype, steps, tmp_path):
     """Losses, validation losses at both ends, and weights at the end, by their norms."""

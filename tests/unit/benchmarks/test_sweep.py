@@ -33,13 +33,6 @@ def test_no_variant_starts_torchs_cuda_graphs_nor_cuts_a_step_that_cannot_be_cut
         VARIANTS["micro_double"].cut(SIZES["mid"])
 
 
-def test_our_variants_come_last(tmp_path):
-    """Where time is short, they are left out before other trainers."""
-    wanted = plan(variants=("flash",), peers=(("hf", None),))
-    found = trainers._contestants(wanted, SIZES["tiny256"], tmp_path)
-    assert [contestant.name for contestant in found] == ["ours", "hf", "flash"]
-
-
 def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path):
     """Except ours, which all are compared with."""
     entries = [
@@ -96,15 +89,3 @@ def test_a_gpu_is_watched_through_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert running.GpuWatch(tmp_path / "none.csv").stop() is None
     assert running.read_weather("Unable to determine the device handle\n") is None
-
-
-def test_the_table_of_a_gpu_tells_its_clock():
-    ours, other = entry_of("ours", [0.1, 0.1], [0.1, 0.1]), entry_of("other", [0.4, 0.4])
-    ours.runs[0] = dataclasses.replace(ours.runs[0], gpu=running.Weather(1755.0, 698.2, 71.0))
-    unknown = {"bf16": None, "fp32": None}
-    rows = race.summarize([ours, other], matmul={"bf16": 1e9, "fp32": 1e9}, peak=unknown)
-    assert rows[0]["gpu"] == [{"sm_mhz": 1755.0, "watts": 698.2, "celsius": 71.0}]
-    assert rows[0]["losses"] == [5.0, 4.0, 3.0]
-    lines = race.describe(rows, "an H200").splitlines()
-    assert "SM MHz, W, C" in lines[0]
-    assert [line.split()[-1] for line in lines[-2:]] == ["71", "n/a"]

@@ -136,8 +136,7 @@ CASES = {
     "a longer run": Case(["--resume=latest", "--max_steps=30"], at_step_5, flags=ENDLESS),
     "other data": Case(["--resume=latest"], other_data),
     "micro-batch under dropout": Case(
-        ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"],
-        lambda: at_step_5(dropout=0.1),
+        ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"], lambda: at_step_5(dropout=0.1)
     ),
 }
 

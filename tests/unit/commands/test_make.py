@@ -79,30 +79,25 @@ def test_every_target_is_in_the_help_and_in_this_test_and_the_fast_tests_exist()
 
 
 def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone():
-    for target, files in (
-        ("report", {"requirements.txt"}),
-        ("plot", {"requirements.txt", "requirements-plot.txt"}),
-    ):
+    needed = {"report": {"requirements.txt"}, "plot": {"requirements.txt", "requirements-plot.txt"}}
+    for target, files in needed.items():
         shown = make(target, "VENV=/nowhere", "RUN=x").stdout
         assert set(re.findall(r"-r (\S+)", shown)) == files
     pinned = (REPOSITORY / "requirements-plot.txt").read_text()
-    packages = re.findall(r"^(\w+)==", pinned, re.M)
-    assert set(packages) == {"matplotlib"}
+    assert {*re.findall(r"^(\w+)==", pinned, re.M)} == {"matplotlib"}
     assert re.search(r"^jinja2==", (REPOSITORY / "requirements.txt").read_text(), re.M)
 
 
 def test_variables_arrive_and_wrong_ones_are_rejected():
     shown = make("train", "GPUS=4", "MODEL=gpt2-mini", "RUN=x", "ARGS=--mini_batch_size 8").stdout
     assert "src/train.py --gpus 4 --model gpt2-mini --run_name x --mini_batch_size 8" in shown
+    of_a_run = ("eval", "chat", "export", "report", "sample")
     for words, message in (
         (("train", "GPU=4"), "unknown variable GPU"),
         (("train", "GPUS=four"), "GPUS=four is not a number"),
         (("tensorboard", "PORT=x"), "PORT=x is not a number"),
         (("finetune",), "which model? FROM=run or FROM=hf:gpt2"),
-        *(
-            ((target,), "which run? RUN=name")
-            for target in ("eval", "chat", "export", "report", "sample")
-        ),
+        *(((one,), "which run? RUN=name") for one in of_a_run),
     ):
         wrong = make(*words, "VENV=/nowhere")
         assert wrong.returncode != 0

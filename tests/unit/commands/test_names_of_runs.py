@@ -120,26 +120,22 @@ def test_a_run_is_deleted_without_a_question_only_by_its_full_name(folder, tmp_p
 
 def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, monkeypatch):
     runs, here = tmp_path / "runs", tmp_path / "here"
-    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
+    of_r = runs / "r" / "step_00000002"
+    for folder in (of_r, here / "r", here / "only_here"):
         folder.mkdir(parents=True)
     (runs / "gpt2-nano_1" / "step_00000002").mkdir(parents=True)
     catalog.set_label(runs / "r", "best", 2)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, meant in {
-        "r": runs / "r",  # not here/r
-        "r/step_00000002": runs / "r" / "step_00000002",
-        "r@2": runs / "r" / "step_00000002",
-        "r@best": runs / "r" / "step_00000002",
-        "r@latest": runs / "r",
-        f"{runs}/r@2": runs / "r" / "step_00000002",
+        # r is not here/r
+        **dict.fromkeys(("r", "r@latest", "~/runs/r", str(runs / "r")), runs / "r"),
+        **dict.fromkeys(("r/step_00000002", "r@2", "r@best", f"{runs}/r@2"), of_r),
         "./r": here / "r",
         "../runs/r": here / ".." / "runs" / "r",
-        "~/runs/r": runs / "r",
         "only_here": here / "only_here",
-        str(runs / "r"): runs / "r",
         "gpt2-n": runs / "gpt2-nano_1",
-        "gpt2-n/step_00000002": runs / "gpt2-nano_1" / "step_00000002",
+        "gpt2-n/step_00000002": runs / "gpt2-nano_1" / of_r.name,
     }.items():
         assert find_run(name, runs) == meant
         assert find_folder(name, runs) == meant

@@ -76,10 +76,7 @@ def executed(text: str, place: Path) -> list[str]:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @settings(max_examples=25, deadline=None)
-@given(
-    name=WORDS.map(lambda word: word.replace("/", "_")[:60]),
-    words=st.lists(WORDS, max_size=4),
-)
+@given(name=WORDS.map(lambda word: word.replace("/", "_")[:60]), words=st.lists(WORDS, max_size=4))
 @example(name="r", words=["--sample_prompt", "a\ntouch x"])
 @example(name="r\ntouch x", words=["--run_name", "r\ntouch x"])
 @example(name="r; touch x", words=["$(touch x)"])

@@ -219,8 +219,8 @@ def small_job(model: ModelName = "gpt2-nano", *, ranks: int = 1, **settings: Any
 
 
 def test_a_forecast_counts_the_evaluation_of_the_mean_of_the_last_weights():
-    counts = [small_job(eval_freq=4, average_tail=tail).count("eval") for tail in (0.0, 0.2)]
-    assert counts == [4, 5]  # at 0, 4, 8 and 9
+    jobs = [small_job(eval_freq=4, average_tail=tail) for tail in (0.0, 0.2)]
+    assert [job.count("eval") for job in jobs] == [4, 5]  # at 0, 4, 8 and 9
 
 
 def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path):
