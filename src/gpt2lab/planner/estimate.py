@@ -160,16 +160,17 @@ def device_memory(
 ) -> MemoryNeed:
     """Return what a rank needs and the largest micro-batch that fits into the `available` bytes."""
     k, tensors = hardware.constants, job.memory(on_gpu=not is_cpu)
-    if is_cpu:
-        fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
+    fragmentation = "fragmentation_compiled" if job.compiled else "fragmentation"
+    if is_cpu:  # keeps freed memory (Runtime), which uncompiled steps cut up
+        fixed, share = k["cpu_process_gib"] * 2**30, k[f"cpu_{fragmentation}"]
     else:
         fixed = (k["context_gib"] + (k["nccl_gib"] if job.world_size > 1 else 0.0)) * 2**30
-        fragmentation = k["fragmentation_compiled" if job.compiled else "fragmentation"]
+        share = k[fragmentation]
     largest = None
     if available is not None:
-        budget = (target * available - fixed) / (1 + fragmentation)
+        budget = (target * available - fixed) / (1 + share)
         largest = job.largest_micro_batch(budget, on_gpu=not is_cpu)
-    overhead = fixed + fragmentation * tensors.tensors
+    overhead = fixed + share * tensors.tensors
     return MemoryNeed(tensors, overhead, available, largest, target)
 
 
