@@ -42,7 +42,7 @@ from gpt2lab.data.mixture import (
 )
 from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError, raise_problems
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError, raise_problems
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
@@ -488,7 +488,7 @@ def with_hellaswag(start: Start) -> Start:
         return start
     try:
         path = fetch_hellaswag()
-    except DataError as error:
+    except (DataError, SaveError) as error:  # SaveError: no room for the file
         note = f"HellaSwag is not evaluated: {error}"
         return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
     config = override(start.config, {"hellaswag_path": path})

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, SaveError
 from gpt2lab.evaluation import hellaswag_items
 from gpt2lab.evaluation.hellaswag_items import STYLES, fetch_hellaswag, read_items, tokenize
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
@@ -153,12 +153,12 @@ def test_offline_is_one_line_and_what_was_fetched_is_kept_in_the_settings(
     flags, tmp_path, monkeypatch
 ):
     """So that a resume evaluates too, though nothing is typed there."""
-    offline = DataError("https://...: cannot be downloaded (no network)")
-    monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=offline))
-    start = started([*flags, "--hellaswag_limit=10"])
-    assert start.hellaswag == "off"
-    (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]
-    assert line == "HellaSwag is not evaluated: https://...: cannot be downloaded (no network)"
+    for problem in (DataError("no network"), SaveError("no space")):
+        monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=problem))
+        start = started([*flags, "--hellaswag_limit=10"])
+        assert start.hellaswag == "off"
+        (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]
+        assert line == f"HellaSwag is not evaluated: {problem}"
     path = write_items(tmp_path / "items.jsonl")
     monkeypatch.setattr(starts, "fetch_hellaswag", lambda: path)
     start = started([*flags, "--hellaswag_freq=5"])
