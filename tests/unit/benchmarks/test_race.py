@@ -229,8 +229,12 @@ def test_ours_runs_first_and_last_and_a_ratio_within_the_noise_is_not_printed():
 
 def test_the_table_holds_the_medians_of_the_timed_steps():
     entries = entry_of("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]), entry_of("other", [0.4, 0.4, 0.5])
+    ours = entries[0].runs
+    ours[0] = dataclasses.replace(ours[0], gpu=running.Weather(1755.0, 698.2, 71.0))
     ceilings = {"matmul": {"bf16": 1e9, "fp32": 1e9}, "peak": {"bf16": 2e9, "fp32": None}}
     rows = race.summarize([*entries], **ceilings)
+    assert rows[0]["gpu"] == [{"sm_mhz": 1755.0, "watts": 698.2, "celsius": 71.0}]
+    assert rows[0]["losses"] == [5.0, 4.0, 3.0, 2.0]
     assert rows[0]["tokens_per_second"] == pytest.approx(64 / 0.2)
     assert rows[0]["tokens_per_second_p10"] == pytest.approx(64 / 0.25)
     assert rows[1]["ours_is_times"] == {"ours": pytest.approx(2)}
@@ -239,7 +243,9 @@ def test_the_table_holds_the_medians_of_the_timed_steps():
     assert rows[1]["mfu"] == pytest.approx(rows[1]["share_of_matmul"] / 2)
     assert (rows[1]["loss_first"], rows[1]["loss_last"]) == (5.0, 2.0)
     assert rows[1]["first_step_seconds"] == [9.0]
-    head, *_, slower = race.describe(rows, "EPYC 9004").splitlines()
+    head, *_, faster, slower = race.describe(rows, "EPYC 9004").splitlines()
+    assert "SM MHz, W, C" in head
+    assert [line.split()[-1] for line in (faster, slower)] == ["71", "n/a"]
     assert re.match(r"EPYC 9004 +tokens/s +p10-p90 +ours is x +of matmul", head)
     assert re.search(rf" 2\.00 +{rows[1]['share_of_matmul']:.0%} ", slower)
 

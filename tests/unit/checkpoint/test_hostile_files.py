@@ -88,30 +88,18 @@ def look_at(run: Run) -> None:
 
 DEEP = RAW + "[" * 100_000
 MANIFEST: dict[tuple[Any, ...], tuple[Any, ...]] = {
-    ("config", "n_layer"): (10_000_000, 9_999, "2"),
-    ("config", "n_embd"): (10**6,),
-    ("config", "lora_r"): (10**15,),
-    ("config", "context_length"): (10**30,),
-    ("config", "hellaswag_path"): ("\0",),
-    ("config", "max_lr"): (RAW + "1e400",),
-    ("config",): (DEEP, []),
-    ("val_loss",): (RAW + "NaN",),
-    ("step",): (..., -4),
-    ("samples",): (-1, 2**53, 10**15),
-    ("environment", "world_size"): (0, 2),
-    ("environment",): (...,),
-    ("order_version",): (7,),
+    **{("config", "n_layer"): (10_000_000, 9_999, "2"), ("config", "n_embd"): (10**6,)},
+    **{("config", "lora_r"): (10**15,), ("config", "context_length"): (10**30,)},
+    **{("config", "hellaswag_path"): ("\0",), ("config", "max_lr"): (RAW + "1e400",)},
+    **{("config",): (DEEP, []), ("val_loss",): (RAW + "NaN",), ("step",): (..., -4)},
+    **{("samples",): (-1, 2**53, 10**15), ("environment", "world_size"): (0, 2)},
+    **{("environment",): (...,), ("order_version",): (7,)},
 }
 STATE: dict[tuple[Any, ...], tuple[Any, ...]] = {
-    ("state", "samples"): (10**15, ...),
-    ("state", "best_val_loss"): (RAW + "NaN",),
-    ("state", "recent_losses"): ([RAW + "Infinity"], ["5.5"]),
-    ("state", "other"): (1,),
-    ("state",): (DEEP,),
-    ("rng",): ([],),
-    ("rng", 0): ({},),
-    ("rng", 0, "numpy", 2): (10**9,),
-    ("rng", 0, "python"): (None,),
+    **{("state", "samples"): (10**15, ...), ("state", "best_val_loss"): (RAW + "NaN",)},
+    **{("state", "recent_losses"): ([RAW + "Infinity"], ["5.5"]), ("state", "other"): (1,)},
+    **{("state",): (DEEP,), ("rng",): ([],), ("rng", 0): ({},)},
+    **{("rng", 0, "numpy", 2): (10**9,), ("rng", 0, "python"): (None,)},
 }
 CASES = [
     pytest.param(file, place, value, id=f"{file} {'/'.join(map(str, place))} {number}")

@@ -33,12 +33,9 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements-d
 CONTEXT, NEW = 64, 32
 TEXT = [f"{text} é 你好 🙂 don't 12345\n\n\t x" for text in TEXTS] * 3
 BLOCK = {  # llama.cpp's names within a block, ours, and the weight's shape in numpy's order
-    "attn_norm": ("ln_1", (64,)),
-    "attn_qkv": ("attn.c_attn", (192, 64)),
-    "attn_output": ("attn.c_proj", (64, 64)),
-    "ffn_norm": ("ln_2", (64,)),
-    "ffn_up": ("mlp.c_fc", (256, 64)),
-    "ffn_down": ("mlp.c_proj", (64, 256)),
+    **{"attn_norm": ("ln_1", (64,)), "attn_qkv": ("attn.c_attn", (192, 64))},
+    **{"attn_output": ("attn.c_proj", (64, 64)), "ffn_norm": ("ln_2", (64,))},
+    **{"ffn_up": ("mlp.c_fc", (256, 64)), "ffn_down": ("mlp.c_proj", (64, 256))},
 }
 
 
