@@ -1,5 +1,6 @@
 """The commands of README (shrunk) and of getting_started.md (as written) run, in order, in a copy of the project."""
 
+import json
 import os
 import re
 import shutil
@@ -118,6 +119,10 @@ def test_getting_started_runs_as_it_is_written(clone):
     assert len(set(hashes)) == 1
     steps = events(clone / "checkpoints" / "killed", "step")
     assert {event["attempt"] for event in steps} == {1, 2}
+    # A process that keeps what its steps free; it differs from run to run.
+    whole = clone / "checkpoints" / "whole"
+    forecast = json.loads((whole / "estimate.json").read_text())["memory"]["total"]
+    assert max(event["peak_memory_bytes"] for event in events(whole, "step")) < 1.5 * forecast
     run_in(clone, f"{printed.removeprefix('train with: ')} --run_name printed")
     assert events(clone / "checkpoints" / "printed", "done")
 
