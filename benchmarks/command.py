@@ -38,7 +38,7 @@ class Codegen:
     ddp_bucket_mb: float | None = option(
         None, "as a rank of several under DDP, with buckets of so many MiB; default one process"
     )
-    layers: tuple[int, ...] = option((2, 4), "layers that are compiled, to extrapolate from")
+    layers: tuple[int, int] = option((2, 4), "layers that are compiled, to extrapolate from")
     model: ModelName = option(
         "gpt2", "shape of the model, to whose layers the count is extrapolated"
     )
@@ -306,10 +306,9 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
 def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
     from benchmarks.cuda_codegen import report
 
-    low, high = flags.layers if len(flags.layers) == 2 else (0, 0)
+    low, high = flags.layers
     if not 1 <= low < high:
-        given = " ".join(map(str, flags.layers))
-        raise ConfigError(f"--layers {given} must be two numbers from 1 up, the second larger")
+        raise ConfigError(f"--layers {low} {high} must be two numbers from 1 up, the second larger")
     if not flags.micro_batch or min(flags.micro_batch) < 1:
         raise ConfigError("--micro_batch must be one or more numbers from 1 up")
     if not flags.architecture:
@@ -319,7 +318,7 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
     result = report.count(
         architectures=flags.architecture,
         micro_batches=flags.micro_batch,
-        layers=(low, high),
+        layers=flags.layers,
         model=flags.model,
         graphs=flags.graphs,
         attention=flags.attention,

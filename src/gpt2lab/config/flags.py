@@ -56,6 +56,7 @@ class Flag:
     section: str  # heading in the long help; empty for the fields of the command itself
     is_argument: bool
     is_list: bool
+    length: int | None  # words of a list that takes so many
     words: Mapping[str, Any]  # that stand for values: None where it is optional
     adds: bool  # given twice, its words add up
 
@@ -86,6 +87,8 @@ class Flag:
         """
         if not words and (not self.is_list or self.default != ()):
             raise ValueError(f"{self.shown}: the value is missing ({self.about})")
+        if self.length is not None and len(words) != self.length:
+            raise ValueError(f"{self.shown} {' '.join(words)}: give {self.length} values")
         values = tuple(map(self._read_word, words))
         return values if self.is_list else values[0]
 
@@ -111,7 +114,7 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
     for leaf in sorted(dataclasses.fields(target), key=lambda leaf: bool(leaf.kw_only)):
         if leaf.metadata.get("is_hidden"):
             continue
-        kind, words = hints[leaf.name], {}
+        kind, words, length = hints[leaf.name], {}, None
         if dataclasses.is_dataclass(kind):
             yield from flags_of(kind, (kind.__doc__ or "").partition("\n\n")[0].replace("\n", " "))  # type: ignore[arg-type]
             continue
@@ -119,7 +122,8 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
             words = {"None": None}
             (kind,) = (one for one in get_args(kind) if one is not NoneType)
         if is_list := get_origin(kind) is tuple:
-            kind = get_args(kind)[0]
+            kind, *others = get_args(kind)
+            length = None if others == [...] else 1 + len(others)
         yield Flag(
             name=leaf.name.rstrip("_"),  # `from_` is Python's name of --from
             type=kind,
@@ -128,6 +132,7 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
             section=section,
             is_argument=leaf.metadata.get("is_argument", False),
             is_list=is_list,
+            length=length,
             words=words,
             adds=leaf.metadata.get("adds", False),
         )
