@@ -90,7 +90,7 @@ class _Runner:
         runtime.use(SystemConfig(device="cpu"))
         self._strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
         self._model = build_model(case.model, seed=0, device=runtime.device)
-        self._optimizers = build_optimizers(self._model, OptimConfig(), device=runtime.device)
+        self._optimizers = build_optimizers(self._model, OptimConfig())
         ids = torch.randint(case.V, (case.A, case.B, case.T + 1))
         micro = tuple(
             MicroBatch(rows[:, :-1], rows[:, 1:], index, index == case.A - 1)

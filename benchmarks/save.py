@@ -112,7 +112,7 @@ def _trained(model_name: ModelName) -> tuple[GPT, list[torch.optim.Optimizer]]:
     """Return a model and an optimizer whose moments are filled by one step on random gradients."""
     device = torch.device("cpu")
     model = build_model(preset(model_name).model, seed=1, device=device)
-    optimizers = build_optimizers(model, OptimConfig(), device=device)
+    optimizers = build_optimizers(model, OptimConfig())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     for optimizer in optimizers:

@@ -71,9 +71,7 @@ def main(
     strategy = Strategy(runtime, SystemConfig(dtype=dtype, parallel=parallel))
     model = build_model(config.model, seed=0, device=runtime.device)
     wrapped = strategy.prepare(model)
-    optimizers = strategy.shard_optimizer_state(
-        model, build_optimizers(model, config.optim, device=runtime.device)
-    )
+    optimizers = strategy.shard_optimizer_state(model, build_optimizers(model, config.optim))
     batch = _batch(config, runtime, micro_batch, micro_steps)
 
     def step(number: int) -> StepStats:

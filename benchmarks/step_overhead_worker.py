@@ -55,7 +55,7 @@ def main(parallel: Parallel, optimizer: Optimizer, layers: int, steps: int) -> N
     strategy = _Marked(runtime, SystemConfig(device="cpu", dtype="fp32", parallel=parallel))
     model = build_model(config, seed=0, device=runtime.device)
     wrapped = strategy.prepare(model)
-    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=runtime.device)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer))
     optimizers = strategy.shard_optimizer_state(model, optimizers)
     ids = torch.zeros(1, 16, dtype=torch.int64)
     micro = (MicroBatch(ids, ids, runtime.rank, True),)

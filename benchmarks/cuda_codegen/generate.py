@@ -72,7 +72,7 @@ def take_steps(case: Case) -> dict[str, Any]:
         how = strategy.Strategy(runtime, system)
         trained = how.prepare(model)
         optim = OptimConfig(optimizer=case.optimizer)
-        optimizers = build_optimizers(model, optim, device=runtime.device)
+        optimizers = build_optimizers(model, optim)
         micro = [MicroBatch(x.clone(), x.clone(), i, i == 1) for i, x in enumerate(ids)]
         batch = GlobalBatch(tuple(micro), 2 * ids[0].numel(), 0, 0, 2 * case.micro_batch, None)
         after: list[int] = []

@@ -80,9 +80,7 @@ def take_steps(case: ParallelCase) -> dict[str, Any]:
         with unset_fake_temporarily():  # it computes the rank's place in tensors
             assert strategy._mesh
         trained = strategy.prepare(model)
-        optimizers = strategy.shard_optimizer_state(
-            model, build_optimizers(model, OptimConfig(), device=runtime.device)
-        )
+        optimizers = strategy.shard_optimizer_state(model, build_optimizers(model, OptimConfig()))
         if isinstance(trained, DistributedDataParallel):
             _leave_out_what_reads_numbers(trained, sums=case.parallel == "ddp")
         micro = [MicroBatch(x.clone(), x.clone(), i, i == 1) for i, x in enumerate(ids)]

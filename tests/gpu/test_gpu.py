@@ -275,7 +275,7 @@ def test_the_compiled_step_starts_the_chosen_kernel(wanted, alone):
     model = build_model(MODEL, seed=1, device=alone.device)
     choose(wanted, model, micro_batch=4, masked=False, autocast=strategy.autocast)
     wrapped = strategy.prepare(model)
-    optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
+    optimizers = build_optimizers(model, OptimConfig())
     how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": 1}
     train_step(wrapped, optimizers, _batch(alone.device), 1e-3, **how)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -310,7 +310,7 @@ def test_a_step_waits_for_the_gpu_only_where_the_host_decides(optimizer, waits, 
     )
     strategy = Strategy(alone, SystemConfig(dtype="bf16"))
     model = strategy.prepare(build_model(MODEL, seed=1, device=alone.device))
-    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=alone.device)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer))
     for number in range(3):
         batch = _batch(alone.device)
         torch.cuda.synchronize()
@@ -331,7 +331,7 @@ def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone):
     weights = []
     for device in (alone.device, torch.device("cpu")):
         model = build_model(MODEL, seed=1, device=device)
-        [optimizer] = build_optimizers(model, OptimConfig(), device=device)
+        [optimizer] = build_optimizers(model, OptimConfig())
         for number in range(5):
             for index, parameter in enumerate(model.parameters()):
                 generator = torch.Generator().manual_seed(100 * number + index)
@@ -350,7 +350,7 @@ def test_a_validation_needs_less_memory_than_a_compiled_step(alone, tmp_path):
     strategy = Strategy(alone, SystemConfig(compile="on", dtype="bf16"))
     model = build_model(config, seed=1, device=alone.device)
     wrapped = strategy.prepare(model)
-    optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
+    optimizers = build_optimizers(model, OptimConfig())
     validation = open_validation(data, config, val_tokens=40 * T, batch_size=B, strategy=strategy)
     ids = torch.randint(0, 50257, (B, T), device=alone.device)
     batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)

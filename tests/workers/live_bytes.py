@@ -45,7 +45,7 @@ for config, B, A, dtype, optimizer in CASES:
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
             how = OptimConfig(optimizer=optimizer)
-            optimizers = build_optimizers(model, how, device=runtime.device)
+            optimizers = build_optimizers(model, how)
             optimizers = strategy.shard_optimizer_state(model, optimizers)
             ids = torch.zeros(A, B, config.context_length, dtype=torch.int64)
             micro = [MicroBatch(ids[i].clone(), ids[i], i, i == A - 1) for i in range(A)]

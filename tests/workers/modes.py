@@ -58,7 +58,7 @@ class Trained:
             add_lora(self.model, TuningConfig(instructions="demo", lora_r=4))
             init_adapters(self.model, seed=seed)
         self.wrapped = self.strategy.prepare(self.model)
-        optimizers = build_optimizers(self.model, optim, device=runtime.device)
+        optimizers = build_optimizers(self.model, optim)
         self.optimizers = self.strategy.shard_optimizer_state(self.model, optimizers)
 
     def step(

@@ -200,8 +200,7 @@ class ShardedAdamW(AdamW):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    device = parameter.device if group["fused"] else "cpu"
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 gradients.append(gradient)

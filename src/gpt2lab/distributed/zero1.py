@@ -118,8 +118,7 @@ class BucketAdamW(AdamW):
     def _update_bucket(self, bucket: Bucket, weights: torch.Tensor, group: dict[str, Any]) -> None:
         """Update a bucket's rows (n,) in place. The copy of the gradient ends here: sending needs memory too."""
         if bucket not in self._moments:
-            device = weights.device if group["fused"] else "cpu"
-            steps = torch.zeros(len(bucket.owned), dtype=torch.float32, device=device)
+            steps = torch.zeros(len(bucket.owned), dtype=torch.float32, device=weights.device)
             self._keep(bucket, torch.zeros_like(weights), torch.zeros_like(weights), steps)
         mean, square, steps = self._moments[bucket]
         self.update(group, [weights], [bucket.gradients()], [mean], [square], [steps[0]])

@@ -249,7 +249,7 @@ def _commit(
 ) -> Path:
     config = start.config
     rng.seed_everything(config.data.seed)
-    optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
+    optimizers = build_optimizers(model, config.optim)
     for optimizer in optimizers:
         for name, parameter in store.parameters_of(optimizer, model):
             fresh = {"step": torch.zeros(())}  # AdamW's before its first update

@@ -21,12 +21,12 @@ _PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW started without torch.compile's tracer: the same arithmetic, groups and state.
+    """torch's fused AdamW started without torch.compile's tracer: the same arithmetic, groups and state.
 
     torch._dynamo takes longer to import than the rest of an uncompiled start, and torch.optim imports it at the first
     call of several methods, to mark them as not to be traced. No optimizer here is ever traced.
 
-    The fused kernel changes nothing where the attribute `found_inf` is 1.0, a () tensor on the weights' device, as
+    Its kernel changes nothing where the attribute `found_inf` is 1.0, a () tensor on the weights' device, as
     torch.amp.GradScaler sets it. The step counts stay too.
     """
 
@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
             squares,
             [],
             steps,
-            fused=group["fused"],
+            fused=True,
             found_inf=getattr(self, "found_inf", None),
             amsgrad=False,
             beta1=beta1,
@@ -77,9 +77,7 @@ def skip_tracer() -> None:
             setattr(method, "__dynamo_disable", method)
 
 
-def build_optimizers(
-    model: nn.Module, config: OptimConfig, *, device: torch.device
-) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """Return optimizers whose groups hold every trainable parameter exactly once.
 
     Weight decay applies to matrices and embeddings; to vectors (biases, norm gains) only where `adamw_decay` is given.
@@ -104,11 +102,10 @@ def build_optimizers(
         {"params": each, "weight_decay": of_matrices if wide else of_vectors, "lr_scale": scale}
         for (wide, scale), each in by_rate.items()
     ]
-    fused = device.type in ("cuda", "cpu")
     skip_tracer()
     betas = (config.beta1, config.beta2)
     optimizers: list[torch.optim.Optimizer] = [
-        AdamW(groups, lr=config.max_lr, betas=betas, eps=config.adam_eps, fused=fused)
+        AdamW(groups, lr=config.max_lr, betas=betas, eps=config.adam_eps, fused=True)
     ]
     if block_matrices:
         scale = muon_scale(config)
@@ -148,10 +145,8 @@ def assert_partition(
 
 
 def can_reject_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `reject_on_device` works: for Muon and fused AdamW, with full or sharded weights."""
-    if isinstance(optimizer, AdamW):
-        return all(group["fused"] for group in optimizer.param_groups)
-    return isinstance(optimizer, Muon)
+    """Tell whether `reject_on_device` works: for AdamW and Muon, with full or sharded weights."""
+    return isinstance(optimizer, AdamW | Muon)
 
 
 def reject_on_device(

@@ -287,9 +287,7 @@ def build(
     full_gradients = config.log.histogram_freq > 0
     strategy = Strategy(runtime, config.system, full_gradients=full_gradients)
     trained = strategy.prepare(model, lambda model: recipe.to_train(model, start.data))
-    optimizers = strategy.shard_optimizer_state(
-        model, build_optimizers(model, config.optim, device=runtime.device)
-    )
+    optimizers = strategy.shard_optimizer_state(model, build_optimizers(model, config.optim))
     batches = recipe.open_batches(start, runtime)
     state, check = TrainState(), None
     if start.checkpoint is not None:

@@ -364,7 +364,7 @@ def test_any_bytes_are_read_or_rejected_as_manifest_and_as_state(data, two):
 def test_a_checkpoint_of_other_tensors_is_rejected_before_anything_is_copied(folder):
     config = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=16, vocab_size=VOCAB)
     model = build_model(config, seed=1, device=torch.device("cpu"))
-    optimizers = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
+    optimizers = build_optimizers(model, OptimConfig())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="another architecture"):
         store.load(folder, model=model, optimizers=optimizers)

@@ -37,7 +37,7 @@ def _steps(
     strategy = Strategy(runtime, system)
     model = build_model(config, seed=0, device=runtime.device)
     trained = strategy.prepare(model)
-    optimizers = build_optimizers(model, OptimConfig(), device=runtime.device)
+    optimizers = build_optimizers(model, OptimConfig())
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(3):

@@ -40,9 +40,9 @@ class Sharded:
         self.plain = copy.deepcopy(self.model)
         strategy = Strategy(runtime, SystemConfig(dtype="fp32", parallel="zero1"))
         self.wrapped = strategy.prepare(self.model)
-        optimizers = build_optimizers(self.model, OptimConfig(), device=CPU)
+        optimizers = build_optimizers(self.model, OptimConfig())
         [self.optimizer] = strategy.shard_optimizer_state(self.model, optimizers)
-        [self.reference] = build_optimizers(self.plain, OptimConfig(), device=CPU)
+        [self.reference] = build_optimizers(self.plain, OptimConfig())
         self.backward()
 
     def backward(self) -> None:

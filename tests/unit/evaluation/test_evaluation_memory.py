@@ -63,7 +63,7 @@ def test_logits_are_held_for_some_rows_at_a_time(name, model, request, monkeypat
 
 def test_a_validation_needs_less_than_a_step_of_its_batch(model, validation, monkeypatch):
     monkeypatch.setattr(gpt, "LOGITS_BYTES", 2**25, raising=False)
-    optimizers = build_optimizers(model, OptimConfig(), device=CPU)
+    optimizers = build_optimizers(model, OptimConfig())
     weights = sum(parameter.nbytes for parameter in model.parameters())
     peak = peak_of_step(model, optimizers, batch_of(CONFIG, B, 1), Alone("fp32"))
     step = peak - 4 * weights  # gradients, two moments

@@ -171,7 +171,7 @@ def test_losses_are_those_of_peft(folder):
                 layer = layer.removeprefix("base_model.model.transformer.")
                 parameter.copy_(ours[f"{layer.replace('h.', 'blocks.', 1)}.{matrix}"])
     optim = override(Config(), {"max_lr": rate, "weight_decay": 0.0}).optim
-    optimizers = build_optimizers(model, optim, device=torch.device("cpu"))
+    optimizers = build_optimizers(model, optim)
     tuned = [p for p in theirs.parameters() if p.requires_grad]
     how = {"betas": (optim.beta1, optim.beta2), "eps": OptimConfig.adam_eps, "weight_decay": 0.0}
     reference = torch.optim.AdamW(tuned, lr=rate, **how)

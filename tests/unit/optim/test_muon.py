@@ -153,7 +153,7 @@ def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_reje
 def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)
-    adamw, own = build_optimizers(model, config, device=CPU)
+    adamw, own = build_optimizers(model, config)
     names = {id(p): name for name, p in model.named_parameters()}
     taken = {names[id(p)]: g["parts"] for g in own.param_groups for p in g["params"]}
     ends = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
@@ -163,8 +163,8 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     set_learning_rate([adamw, own], 0.005)
     assert [g["lr"] for g in own.param_groups] == pytest.approx([0.015] * 3)
     assert isinstance(adamw, torch.optim.AdamW)
-    assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
-    _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
+    assert len(build_optimizers(model, OptimConfig())) == 1
+    _, own = build_optimizers(model, OptimConfig(optimizer="muon"))
     assert {group["lr_scale"] for group in own.param_groups} == {1.0}  # a rate that is None
 
 

@@ -38,7 +38,7 @@ def tracked_peak(
     """Return MemTracker's peak over two real train_steps on fake tensors (the second has the optimizer's state)."""
     with FakeTensorMode():
         model = GPT(config)
-        optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+        optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer))
         tracker = MemTracker()
         tracker.track_external(model, *optimizers)
         batch = batch_of(config, B, A)
@@ -210,7 +210,7 @@ def assert_is_that_of_real_steps(
     strategy = Alone(dtype, recompute=recompute)
     rows = (lambda m: PackedGPT(m, END_OF_TEXT),) if tuning.instructions else ()
     wrapped = strategy.prepare(model, *rows)
-    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer))
     found = peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
     how = {"tuning": tuning, "activation_checkpointing": recompute}
     memory = predicted(config, B, A, dtype, optimizer, **how)

@@ -119,7 +119,7 @@ def test_dropout_masks_belong_to_the_step_and_the_micro_batch_alone(strategy):
     batch, losses = golden_batches()[0], []
     for global_seed, seed in ((1, 10), (2, 10), (1, 11)):
         model = build_model(config, seed=1337, device=CPU)
-        optimizers = build_optimizers(model, OptimConfig(), device=CPU)
+        optimizers = build_optimizers(model, OptimConfig())
         torch.manual_seed(global_seed)
         how = {"strategy": strategy, "grad_clip": 1.0, "seed": seed}
         stats = train_step(model, optimizers, batch, 1e-3, **how)
@@ -130,7 +130,7 @@ def test_dropout_masks_belong_to_the_step_and_the_micro_batch_alone(strategy):
 
 def test_matrices_and_embeddings_decay_and_vectors_do_not():
     model = build_model(MODEL, seed=1337, device=CPU)
-    (optimizer,) = build_optimizers(model, OptimConfig(weight_decay=0.3), device=CPU)
+    (optimizer,) = build_optimizers(model, OptimConfig(weight_decay=0.3))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [(g["weight_decay"], p) for g in optimizer.param_groups for p in g["params"]]
     decay = {names[id(parameter)]: weight_decay for weight_decay, parameter in groups}
@@ -204,7 +204,7 @@ class RootAtZero(Line):
 @pytest.mark.parametrize(("net", "bad"), [(Line, math.nan), (Line, math.inf), (RootAtZero, 0.0)])
 def test_what_is_not_finite_is_rejected_before_the_weights_change(strategy, net, bad):
     net = net()
-    optimizers = build_optimizers(net, OptimConfig(), device=CPU)
+    optimizers = build_optimizers(net, OptimConfig())
     before = {name: value.clone() for name, value in net.state_dict().items()}
     batch = line_batch(1)
     batch.micro_batches[0].targets[0, 0] = bad
@@ -226,7 +226,7 @@ def test_an_optimizer_that_fails_half_way_says_that_nothing_may_be_saved(strateg
 
 def test_losses_of_the_first_two_steps_are_the_committed_ones(strategy):
     model = build_model(MODEL, seed=1337, device=CPU)
-    optimizers = build_optimizers(model, OptimConfig(), device=CPU)
+    optimizers = build_optimizers(model, OptimConfig())
     losses = tuple(
         train_step(model, optimizers, batch, 1e-2, strategy=strategy, grad_clip=1.0, seed=n).loss
         for n, batch in enumerate(golden_batches(), start=1)
@@ -245,7 +245,7 @@ def test_a_step_waits_only_for_the_loss_and_the_norm_and_only_where_the_host_dec
 ):
     """However many micro-batches there are: .item(), float() or bool() of a tensor wait for a GPU's queue."""
     model = build_model(MODEL, seed=1337, device=CPU)
-    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer))
     for batch in golden_batches():
         with Operators() as ran:
             how: Any = {"strategy": strategy, "grad_clip": grad_clip, "seed": 1}
