@@ -150,12 +150,9 @@ def _resolve(
     open_core: Callable[[Start], Benchmark | None],
 ) -> Start:
     """Have rank 0 decide what this start does; it gets each rank's free memory."""
-    measures = planner is not None and bool(request.open_settings)
-    memory = runtime.gather(
-        planner.free_memory(request.config.system) if planner and measures else None
-    )
     if planner is not None:
-        planner.memory = memory
+        free = planner.free_memory(request.config.system) if request.open_settings else None
+        planner.memory = runtime.gather(free)
     return runtime.on_rank_zero(
         lambda: resolve_to_train(
             request,
