@@ -25,7 +25,7 @@ _LOOK_EVERY = 0.5  # seconds between looks at the folder: it may lie on a slow n
 class Agreement:
     """What all ranks agreed on."""
 
-    stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason, or `has_ended`
+    stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason, or `own_reason`
     save: bool = False
     error: GPT2LabError | None = None
 
@@ -51,7 +51,7 @@ class Control:
         """`run_dir` and `deadlines` count on rank 0; `save_every_seconds` 0 means no such saves."""
         self.signals = signals
         self.margin_seconds = 0.0  # of a step and a save: a deadline is met this long before it
-        self.has_ended: str | None = None  # a reason that every rank found alike
+        self.own_reason: str | None = None  # a reason that every rank found alike
         self._runtime, self._run_dir, self._deadlines = runtime, run_dir, deadlines
         self._save_every, self._heartbeat = save_every_seconds, heartbeat
         self._last_save = self._last_look = time.monotonic()
@@ -69,7 +69,7 @@ class Control:
         slots = [stop, int(self._save_is_due), due, int(error is not None)]
         stop, save, due, failed = self._runtime.max_over_ranks(slots)
         self._save_is_due |= bool(save)
-        reason = self.has_ended
+        reason = self.own_reason
         if failed:
             error = next(one for one in self._runtime.gather(error) if one is not None)
             error.is_local = False  # all ranks raise it
@@ -81,7 +81,7 @@ class Control:
 
     def is_interrupted(self) -> bool:
         """Tell all ranks whether to leave an evaluation; they ask at equal places."""
-        return self.agree().stop not in (None, self.has_ended)
+        return self.agree().stop not in (None, self.own_reason)
 
     def _look(self) -> int:
         """Collect requests to save or stop; return the index of a due deadline in REASONS, counted from 1, or 0.

@@ -109,7 +109,7 @@ class Evaluator:
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(f"{self.step_of(state)} | {validation_line(result, seconds)}{best}")
         if self.is_over(state):
-            self.control.has_ended = "early stopping"
+            self.control.own_reason = "early stopping"
         return state
 
     def evaluate_average(self, state: TrainState) -> dict[str, float] | None:

@@ -208,8 +208,8 @@ def test_a_wish_to_save_stands_until_it_is_met_and_minutes_ask_for_one(signals, 
 def test_a_deadline_is_met_before_it_by_what_a_stop_takes(signals, tmp_path):
     asked = control(signals, tmp_path, stop_at=time.monotonic() + 60)
     assert asked.agree().stop is None
-    asked.has_ended = "no longer improves"
-    assert (asked.agree().stop, asked.is_interrupted()) == (asked.has_ended, False)
+    asked.own_reason = "no longer improves"
+    assert (asked.agree().stop, asked.is_interrupted()) == (asked.own_reason, False)
     asked.margin_seconds = 61
     assert (asked.agree().stop, asked.is_interrupted()) == ("stop_at", True)
 
