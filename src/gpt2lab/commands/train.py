@@ -100,7 +100,7 @@ def run(
         if planner.measures(request):  # which needs torch
             open_core(resolve(request, recipe, world_size=1, set_aside=False, planner=planner))
         else:
-            planner.memory = [None]
+            planner.memory = [None]  # of this rank: not needed, nothing is measured
             start = resolve_to_train(
                 request,
                 recipe,

@@ -108,7 +108,7 @@ class Trainer:
             with steps.log.while_compiling():
                 steps.launch(batch)
                 if len(steps.launched) > 1:
-                    steps.finish()  # the step before, while the device computes this one
+                    steps.finish()  # the step before, while the device computes this one; it cannot rewind
                 if steps.can_launch_next():
                     continue
                 if not steps.finish():
