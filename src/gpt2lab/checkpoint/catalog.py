@@ -71,7 +71,7 @@ def _step_folders(run_dir: Path) -> list[Path]:
         Path(entry.path)
         for entry in entries
         if entry.name.startswith("step_")
-        and entry.name[5:].isdigit()
+        and entry.name[5:].isdecimal()
         and entry.is_dir(follow_symlinks=False)
     )
 

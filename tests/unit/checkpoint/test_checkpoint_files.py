@@ -242,14 +242,14 @@ def test_retention_never_removes_what_is_labelled_foreign_or_unreadable(run):
     for _ in range(2):  # set again by a resume, it is not the one before itself
         catalog.set_label(run.path, "best", 2)
     assert "best_prev" not in run.labels()
-    (run.path / "step_abc").mkdir()
+    (run.path / "step_²").mkdir()
     (run.path / "step_00000099").mkdir()
     (run.path / "model.pt").write_bytes(b"foreign")
     (run.path / "notes.txt").write_text("mine")
     assert catalog.retain(run.path, keep=2, keep_emergency=1) == [4]
     left = {path.name for path in run.path.glob("*")}
     assert {"step_00000002", "step_00000006", "step_00000008"} < left
-    assert {"step_abc", "step_00000099", "model.pt", "notes.txt"} < left
+    assert {"step_²", "step_00000099", "model.pt", "notes.txt"} < left
     run.train("--max_steps=12", "--resume=latest")
     assert run.status()["state"] == "completed"
 
