@@ -125,7 +125,7 @@ class Verifier:
             self.touch(index)
         self._inside = shards
 
-    def verify(self, names: tuple[str, ...]) -> None:
+    def touch_named(self, names: tuple[str, ...]) -> None:
         """Touch shards that a checkpoint of an earlier start rests on."""
         for index, shard in enumerate(self._shards):
             if shard.path.name in names:

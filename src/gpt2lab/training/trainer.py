@@ -64,7 +64,7 @@ class Trainer:
         try:
             self.catch_up()
             while True:
-                self.loader.reader.verifier.verify(self.state.unverified)
+                self.loader.reader.verifier.touch_named(self.state.unverified)
                 if self.is_last:
                     return self.end()
                 with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
