@@ -512,7 +512,7 @@ def _check_length(start: Start) -> None:
 
 def _check_source_epochs(start: Start) -> None:
     """Compare the full run with --max_source_epochs and --data_weights_at."""
-    sources, samples = read_sources(start.config.data), start.last_sample()
+    sources, samples = read_sources(start.config.data), start.end_sample
     check_epochs(sources, start.order, samples=samples)
     end, last = samples * start.config.model.context_length, sources.phases[-1].from_tokens
     if last >= end:

@@ -96,16 +96,17 @@ class Start:
     @property
     def epochs(self) -> float:
         """Passes over the data up to the run's last sample."""
-        return self.last_sample() / self.order.windows_per_epoch
+        return self.end_sample / self.order.windows_per_epoch
 
-    def last_sample(self) -> int:
-        """Return the number of the sample after the run's last; other data begin at sample 0."""
+    @property
+    def end_sample(self) -> int:
+        """The number of the sample after the run's last; other data begin at sample 0."""
         per_step = self.plan.batch.samples
         if self.checkpoint is None:
             return self.plan.max_steps * per_step
         done, manifest = self.checkpoint.step, self.checkpoint.manifest
-        first = 0 if "data" in self.changes else manifest.get("samples", done * per_step)
-        return first + (self.plan.max_steps - done) * per_step
+        begin = 0 if "data" in self.changes else manifest.get("samples", done * per_step)
+        return begin + (self.plan.max_steps - done) * per_step
 
     def epochs_completed(self, samples: int) -> int | None:
         """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
@@ -120,12 +121,12 @@ class Start:
 
     def epochs_by_source(self) -> dict[str, float]:
         """Return the passes over each source of a mixture in the full run; {} of a single folder."""
-        samples = self.last_sample()
+        samples = self.end_sample
         return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
 
     def describe_sources(self) -> list[str]:
         """Write a line for each source of a mixture, with its passes in this run."""
-        return describe_sources(self.data, self.order, samples=self.last_sample())
+        return describe_sources(self.data, self.order, samples=self.end_sample)
 
     @property
     def is_complete(self) -> bool:

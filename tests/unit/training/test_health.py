@@ -128,7 +128,7 @@ def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, ti
     seconds = [event["step_seconds"] for event in run.events("step")]
     assert state["train_seconds"] == pytest.approx(sum(seconds)), "also of what was given up"
     again = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
-    assert again.last_sample() == 16 * S + 24
+    assert again.end_sample == 16 * S + 24
     assert state["skipped"] == [{"step": 12, "reason": "rewind", "samples": [72, 96]}]
     assert len(list(run.path.glob("superseded-*/step_*"))) == 2
 

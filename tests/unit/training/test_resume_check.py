@@ -120,7 +120,7 @@ def test_a_line_that_took_other_data_on_purpose_is_no_evidence(run, tmp_path, mo
     changed = (f"--data_dir={other}", "--allow_change=data")
     asked = parse([*run.flags, *COMMON, "--resume=3", *changed])
     start = resolve(asked, world_size=1, set_aside=False)
-    assert start.last_sample() == (8 - 3) * start.plan.batch.samples, "from their first sample on"
+    assert start.end_sample == (8 - 3) * start.plan.batch.samples, "from their first sample on"
     run.train(*COMMON, "--resume=3", *changed, "--stop_after_steps=6")
     run.train(*COMMON, "--resume=3")
     assert run.events("resume")[-1]["verified_batches"] == [3]
