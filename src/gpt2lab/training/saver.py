@@ -50,17 +50,12 @@ class Saver:
 
     def __init__(self, components: Components, session: Session) -> None:
         start = components.start
+        self.components = components
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
         self.folder, self.logger = session.folder, session.logger
         self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime = components.runtime
-        self._draft: Callable[..., Draft] = lambda *of: store.draft(
-            start.run_dir,
-            *of,
-            facts=components.facts | {"average_from": components.average.begin},
-            files=start.tokenizer_files,
-        )
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
         on_gpu = self.runtime.device.type == "cuda"
@@ -198,6 +193,19 @@ class Saver:
                 self.logger.warn(f"no asynchronous checkpoints, training waits: {error}", step)
         return store.collect(self.model, self.optimizers, keep=keep, into=self._buffer)
 
+    def _draft(
+        self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]
+    ) -> Draft:
+        return store.draft(
+            self.run_dir,
+            save.kind,
+            content,
+            save.state,
+            rng_states,
+            facts=self.components.facts | {"average_from": self.components.average.begin},
+            files=self.components.start.tokenizer_files,
+        )
+
     def _free_buffer(self) -> None:
         if self._buffer is not None:
             self._buffer.close()
@@ -224,7 +232,7 @@ class Saver:
         self._in_flight = save
         return True
 
-    # ------------------------------------------------------------------------------------------------------------
+    # -- rescue, labels, writing -----------------------------------------------------------------------------------
 
     def rescue(self, state: TrainState, has_moved: Callable[[], bool]) -> bool:
         """Save the last complete step when an error ends this rank, without communication; return whether it worked.
@@ -255,8 +263,8 @@ class Saver:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
-            states = [rng.capture(self.runtime.device)]
-            manifest.commit(self.run_dir, self._draft(save.kind, content, state, states))
+            draft = self._draft(save, content, [rng.capture(self.runtime.device)])
+            manifest.commit(self.run_dir, draft)
             catalog.set_label(folder.path, label, state.step)
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
@@ -326,7 +334,7 @@ class Saver:
             return f"checkpoint of step {state.step} not saved: {problem}"
         error: OSError | None = None
         try:
-            draft = self._draft(save.kind, content, state, rng_states)
+            draft = self._draft(save, content, rng_states)
             if self._buffer is not None and not must_succeed and self._leave(save, draft):
                 return None
             with self.signals.committing():
