@@ -187,16 +187,6 @@ class Strategy:
         else:
             yield model
 
-    @contextlib.contextmanager
-    def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Put a model into evaluation mode, and back into the mode that it was in."""
-        was_training = model.training
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(was_training)
-
     @property
     def compiles_evaluation(self) -> bool:
         """Tell whether evaluations run compiled.

@@ -6,7 +6,7 @@ import torch
 
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT, KVCache
+from gpt2lab.model.gpt import GPT, KVCache, evaluating
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -136,15 +136,13 @@ def sample_text(
     end = tokenizer.end_of_text
     ids = list(prompt) or [end]
     generators = [torch.Generator().manual_seed(seed)]
-    was_training = model.training
-    model.eval()
     drawn = draw(
         model, ids[:], max_new_tokens=max_new_tokens, generators=generators, end_of_text=end
     )
-    while not interrupted():
-        (id,) = next(drawn, [end])
-        if id == end:
-            break
-        ids.append(id)
-    model.train(was_training)
+    with evaluating(model):
+        while not interrupted():
+            (id,) = next(drawn, [end])
+            if id == end:
+                break
+            ids.append(id)
     return None if interrupted() else tokenizer.decode(ids)

@@ -18,7 +18,7 @@ from gpt2lab.evaluation.hellaswag_items import STYLES, Questions, Style
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, evaluating
 from gpt2lab.runs.console import counted
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
@@ -170,7 +170,7 @@ def score_batches(
     """
     runtime = strategy.runtime
     rank, world = runtime.rank, runtime.world_size
-    with strategy.evaluating(model):
+    with evaluating(model):
         for first in counted(range(0, len(batches), world), "batches"):
             if interrupted():
                 return None

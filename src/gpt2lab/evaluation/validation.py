@@ -30,7 +30,7 @@ from gpt2lab.evaluation.results import (
     hash_checksums,
 )
 from gpt2lab.evaluation.uncertainty import estimate_mean
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, evaluating
 from gpt2lab.runs.console import counted
 from gpt2lab.tokenizers.opening import why_no_text
 
@@ -139,7 +139,7 @@ class Validation:
         of_parts = np.zeros(len(self._parts.window))  # nats
         T = self._order.context_length
         kept = np.zeros((len(mine), T), np.float16) if keep_token_losses else None
-        with self._strategy.evaluating(model):
+        with evaluating(model):
             for start in counted(range(0, longest, self._batch_size), "batches"):
                 if interrupted():
                     return None

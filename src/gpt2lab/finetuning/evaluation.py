@@ -16,7 +16,7 @@ from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.evaluation.validation import ValidationLoss, loss_of_units
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, evaluating
 from gpt2lab.runs.console import counted
 
 MOST_TOKENS = 256  # of an answer
@@ -50,7 +50,7 @@ class AnswerLoss:
         mine = np.arange(rank, count, world)
         longest = math.ceil(count / world)  # equal rounds everywhere: interrupted() is a collective
         nats = np.zeros(int(self._owner.max()) + 1)
-        with self._strategy.evaluating(model):
+        with evaluating(model):
             for begin in counted(range(0, longest, self._batch_size), "batches"):
                 if interrupted():
                     return None

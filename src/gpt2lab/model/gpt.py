@@ -7,7 +7,9 @@ Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V v
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -364,6 +366,17 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(self.hidden(tokens))
         return self.loss_sum(self.stream(tokens), targets)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back into the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def empty_model(config: ModelConfig) -> GPT:
