@@ -31,10 +31,10 @@ from gpt2lab.training.components import Components
 from gpt2lab.training.start import Start
 from gpt2lab.training.train_step import StepStats
 
-FEWEST = 64  # with fewer recent losses, nothing is a spike: the loss of a young run falls fast
-LIMIT = 6.0  # standard deviations
-MINUTE_OF_LOOKS = 12  # at the machine's load
+FEWEST_LOSSES = 64  # with fewer, nothing is a spike: the loss of a young run falls fast
+SPIKE_Z = 6.0  # standard deviations
 LEAST_SPREAD = 1e-3  # of the mean: the noise of a flat curve is no spike
+MOST_NON_FINITE = 4  # in a row: one may be chance, four are not
 
 
 def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
@@ -43,7 +43,7 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
     >>> z_score(5.0, (2.0, 4.0) * 64)
     2.0
     """
-    if len(recent) < FEWEST:
+    if len(recent) < FEWEST_LOSSES:
         return None
     mean = statistics.fmean(recent)
     spread = max(statistics.pstdev(recent, mean), LEAST_SPREAD * abs(mean))
@@ -53,10 +53,7 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
 def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
     """Tell whether a finite loss is a spike; a loss that is not finite is handled separately."""
     z = z_score(loss, recent) if math.isfinite(loss) else None
-    return z is not None and z > LIMIT
-
-
-MOST_NON_FINITE = 4  # in a row: one may be chance, four are not
+    return z is not None and z > SPIKE_Z
 
 
 def why_host_decides(
@@ -183,6 +180,7 @@ COMPARE_EVERY = 10  # steps
 SLOW_RATIO = 1.3  # of the slowest rank to the median
 SLOW_IN_A_ROW = 3  # comparisons: once is noise
 _LEAST_SECONDS = 0.02  # a step: a smaller difference is not reported
+MINUTE_OF_LOOKS = 12  # at the machine's load
 
 
 class Stragglers:
