@@ -50,7 +50,7 @@ def spoil(monkeypatch) -> Callable[..., None]:
 @pytest.fixture
 def soon(monkeypatch) -> None:
     """Judge by few losses, so that a short run has health."""
-    monkeypatch.setattr(health, "FEWEST", 4)
+    monkeypatch.setattr(health, "FEWEST_LOSSES", 4)
     monkeypatch.setattr(state_module, "WINDOW", 8)
     monkeypatch.setattr(health, "REWIND_STEPS", 3)
 
