@@ -71,7 +71,7 @@ class Actions:
     )
     preset: str | None = option(
         None,
-        "GPUs to train on, such as 1x4090 or 8xh100, or auto: sets the mini batch that fits them, unless typed, and "
+        "GPUs to train on, such as 1x4090 or 8xh100, or auto: sets the micro-batch that fits them, unless typed, and "
         "prints the expected speed; tokens per step stay",
     )
     allow_change: str | None = option(

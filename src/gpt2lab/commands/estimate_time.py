@@ -95,7 +95,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         warnings.insert(0, f"predicted for the processor: {predictor.unseen}")
     rows = alternatives.scaling(predictor, found, request.scaling)
     judged = verdict(found, window) if window else None
-    # A mini batch that nobody typed was replaced by one that fits.
+    # A micro-batch that nobody typed was replaced by one that fits.
     too_large = found.memory.fits is False
     options: list[str] = []
     if too_large and found.memory.largest_micro_batch is None:

@@ -111,7 +111,7 @@ def plan_batches(batch: BatchConfig, *, context_length: int, world_size: int) ->
 
 
 def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]:
-    """Return the mini batches that divide a rank's `sequences` of a step, ascending; the first is 1."""
+    """Return the micro-batches that divide a rank's `sequences` of a step, ascending; the first is 1."""
     limit = sequences if at_most is None else min(sequences, at_most)
     return [size for size in range(1, limit + 1) if sequences % size == 0]
 
@@ -119,7 +119,7 @@ def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]
 def fit_mini_batch(
     batch: BatchConfig, *, context_length: int, world_size: int
 ) -> tuple[BatchConfig, str | None]:
-    """Return the batch with the largest mini batch up to its own that divides a rank's share, and a note if lower.
+    """Return the batch with the largest micro-batch up to its own that divides a rank's share, and a note if lower.
 
     Tokens per step are unchanged. A batch that the ranks cannot share is returned as it is: `plan_batches` rejects it.
     """

@@ -44,12 +44,12 @@ class RunRequest:
 
     @property
     def leaves_mini_batch(self) -> bool:
-        """Tell whether the planner chooses the mini batch."""
+        """Tell whether the planner chooses the micro-batch."""
         return "mini_batch_size" in self.open_settings
 
     @property
     def fixes_mini_batch(self) -> bool:
-        """Tell whether the mini batch, or the batch that it divides, was typed for this start."""
+        """Tell whether the micro-batch, or the batch that it divides, was typed for this start."""
         is_typed = not self.typed.isdisjoint(("mini_batch_size", "total_batch_size"))
         return is_typed and not self.leaves_mini_batch
 
@@ -115,7 +115,7 @@ def suit_length(
 ) -> Config:
     """Return the settings with the batch and rates that suit a run of so many tokens, but for those that were chosen.
 
-    Every rank gets a sequence of a step, or its mini batch if that was chosen or decides the masks of dropout.
+    Every rank gets a sequence of a step, or its micro-batch if that was chosen or decides the masks of dropout.
     """
     suited = for_length(config.model.model, config.optim.optimizer, tokens)
     suited = {name: value for name, value in suited.items() if name not in chosen}

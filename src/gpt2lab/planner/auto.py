@@ -41,7 +41,7 @@ from gpt2lab.training.start import Start
 
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
 PRESET_MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
-_ENOUGH = 4  # sequences from which recomputing costs more than a larger mini batch saves
+_ENOUGH = 4  # sequences from which recomputing costs more than a larger micro-batch saves
 # The cheapest in time first.
 _MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "block")
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
@@ -244,7 +244,7 @@ def choose_first_run(
 def preset_settings(
     name: str, config: Config, plan: Plan, *, typed: Collection[str]
 ) -> dict[str, Any]:
-    """Return the preset's mini batch and activation checkpointing, as far as nobody typed them.
+    """Return the preset's micro-batch and activation checkpointing, as far as nobody typed them.
 
     Says on stderr what to expect of the preset's cards, and how this machine differs from them.
 

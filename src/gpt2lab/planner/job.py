@@ -192,9 +192,9 @@ def ranks_and_micro_batch(environment: Mapping[str, Any]) -> tuple[int, int] | N
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
-    """Return the settings with a mini batch that divides the share of each rank; a typed one is not lowered.
+    """Return the settings with a micro-batch that divides the share of each rank; a typed one is not lowered.
 
-    Raises: ConfigError if the ranks cannot share the batch, or a typed mini batch does not divide their share.
+    Raises: ConfigError if the ranks cannot share the batch, or a typed micro-batch does not divide their share.
     """
     batch, T = config.batch, config.model.context_length
     share, rest = divmod(batch.total_batch_size, T * world_size)

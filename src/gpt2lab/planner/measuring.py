@@ -1,6 +1,6 @@
 """Measuring this machine: the trainer takes real steps in a subprocess and a temporary folder.
 
-`probe` times a machine, `find_batch_size` searches the mini batch that fits and is fast.
+`probe` times a machine, `find_batch_size` searches the micro-batch that fits and is fast.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Trial:
 def measure(
     request: EstimateRequest, predictor: Predictor
 ) -> tuple[EstimateRequest, dict[str, Any] | None]:
-    """Search the mini batch and time this machine, as requested; return the request to answer then, and the search.
+    """Search the micro-batch and time this machine, as requested; return the request to answer then, and the search.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
@@ -151,7 +151,7 @@ def find_batch_size(
     max_batch: int = MAX_BATCH,
     target: float = MEMORY_TARGET,
 ) -> dict[str, Any]:
-    """Return the mini batch to use: the fastest near the largest that fits.
+    """Return the micro-batch to use: the fastest near the largest that fits.
 
     A line through the memory of two trials predicts the largest; a trial verifies it.
 

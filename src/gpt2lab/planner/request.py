@@ -41,7 +41,7 @@ from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, 
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
 MOST_TOKENS = 10**17
-MAX_BATCH = 128  # largest mini batch that a search tries
+MAX_BATCH = 128  # largest micro-batch that a search tries
 DEFAULT_TOKENS = 10_000_000_000  # the full run of the README, where no length is given
 # Settings of the trainer that describe a job; their flags have the same names.
 SETTINGS = (
@@ -133,9 +133,9 @@ class EstimateRequest(JobFlags):
     measure: bool = option(False, "first time real training steps on this machine")
     seconds: float = option(60.0, "training time of --measure")
     find_batch_size: bool = option(
-        False, "find by trial the fastest mini batch that fits this machine's memory"
+        False, "find by trial the fastest micro-batch that fits this machine's memory"
     )
-    max_batch: int = option(MAX_BATCH, "largest mini batch that --find_batch_size tries", least=1)
+    max_batch: int = option(MAX_BATCH, "largest micro-batch that --find_batch_size tries", least=1)
 
     deadline: str | None = option(
         None, "when the run must end: 12h, 1d6h, or a time like '2026-12-24 18:00'"
