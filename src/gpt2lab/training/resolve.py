@@ -111,7 +111,7 @@ class Settings:
     saved: Config | None  # of the checkpoint, on a resume
     chosen: frozenset[str]  # by a person, in this start or an earlier one
     initial: InitialWeights | None  # of a fresh run with --init_from
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def fresh_settings(
@@ -136,7 +136,7 @@ def merge_settings(
     """
     run_name = request.config.checkpoint.run_name
     raise_problems(find_problems(override(Config(), {"run_name": run_name})))
-    saved, initial, chosen, notes = None, None, request.chosen, place.warnings
+    saved, initial, chosen, warnings = None, None, request.chosen, place.warnings
     run_dir = place.run_dir
     if place.checkpoint is not None and run_dir is not None:
         saved = place.checkpoint.config()
@@ -145,7 +145,7 @@ def merge_settings(
     else:
         config, initial = fresh_settings(request, recipe)
         if initial is not None:
-            notes += tuple(initial.target.warnings)
+            warnings += tuple(initial.target.warnings)
         if run_dir is None:
             run_dir = fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
@@ -157,7 +157,7 @@ def merge_settings(
         ) from error
     raise_problems(find_problems(config))
     config, more = _fit_parallel(request, config, world_size)
-    return Settings(config, run_dir, saved, chosen, initial, notes + more)
+    return Settings(config, run_dir, saved, chosen, initial, warnings + more)
 
 
 def _resumed_settings(
@@ -186,15 +186,15 @@ def _resumed_settings(
 def _fit_parallel(
     request: RunRequest, config: Config, world_size: int
 ) -> tuple[Config, tuple[str, ...]]:
-    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note."""
-    system, notes = config.system, []
+    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a warning."""
+    system, warnings = config.system, []
     if system.parallel != "ddp" and world_size == 1:
         if "parallel" in request.typed:
             raise ConfigError(
                 f"parallel {system.parallel}: shards state over several ranks, and there is one; "
                 f"start it with --gpus N, or leave it out"
             )
-        notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
+        warnings.append(f"parallel {system.parallel} -> ddp: there is one rank")
         system = dataclasses.replace(system, parallel="ddp")
     if system.fsdp_offload and system.parallel != "fsdp":
         if "fsdp_offload" in request.typed:
@@ -204,7 +204,7 @@ def _fit_parallel(
     if is_bf16 and system.parallel != "fsdp":
         raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
     check_fsdp_param_dtype(system)  # other modes keep the setting and ignore it
-    return dataclasses.replace(config, system=system), tuple(notes)
+    return dataclasses.replace(config, system=system), tuple(warnings)
 
 
 # -- plan the steps --------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class PlannedSteps:
     plan: Plan
     data: TokenData
     order: Order | Mixture
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def plan_steps(
@@ -245,7 +245,7 @@ def plan_steps(
     if checkpoint is None:
         config = _suit_length(request, config, order, world_size)
     suits_length = config is not settings.config
-    config, notes = _fit_mini_batch(request, config, world_size)
+    config, warnings = _fit_mini_batch(request, config, world_size)
 
     windows = order.windows_per_epoch
     plan_of = functools.partial(make_plan, world_size=world_size, windows_per_epoch=windows)
@@ -262,9 +262,9 @@ def plan_steps(
         if decided:
             lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}
             fitted, config = config.batch, override(config, lengths | decided)
-            plan, notes = plan_of(config), notes if config.batch == fitted else ()
+            plan, warnings = plan_of(config), warnings if config.batch == fitted else ()
     plan = dataclasses.replace(plan, suits_length=suits_length)
-    return PlannedSteps(fill_in(config, plan.max_steps), plan, data, order, notes)
+    return PlannedSteps(fill_in(config, plan.max_steps), plan, data, order, warnings)
 
 
 def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Settings) -> TokenData:
@@ -338,7 +338,8 @@ def check_start(
         log = history.read_log(checkpoint.path.parent)
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     disk = disk_budget(run_dir, steps.plan.disk_bytes)
-    notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *disk.shortage())
+    warnings = (*settings.warnings, *steps.warnings, *data.warnings)
+    warnings += (*no_hellaswag, *disk.shortage())
     attempt, has_ended = own.last_attempt, False
     recorded = log.recorded_after(checkpoint.step) if checkpoint else {}
     if place.branch:
@@ -348,9 +349,9 @@ def check_start(
         has_ended = (status.get("state"), status.get("step")) == ("completed", checkpoint.step)
         if not place.branch:
             attempt = max(attempt, checkpoint.manifest.get("attempt", 0))
-            notes += _unsaved_changes(request, settings, data, checkpoint)
+            warnings += _unsaved_changes(request, settings, data, checkpoint)
         if not recorded and checkpoint.kind != "average":  # which no start trained
-            notes += (
+            warnings += (
                 f"{checkpoint.path.parent / METRICS}: has no line of step {checkpoint.step}, after which this "
                 f"checkpoint was saved; was it deleted or replaced? Nothing can be compared with it",
             )
@@ -373,7 +374,7 @@ def check_start(
         recorded=recorded,
         has_ended=has_ended,
         initial=settings.initial,
-        warnings=notes,
+        warnings=warnings,
         branch=place.branch,
     )
     if start.is_complete:
@@ -383,7 +384,7 @@ def check_start(
     if checkpoint is not None:
         return start
     repeats = find_repeats(start.epochs_by_source() or {"the data": start.epochs})
-    return dataclasses.replace(start, warnings=(*notes, *repeats))
+    return dataclasses.replace(start, warnings=(*warnings, *repeats))
 
 
 def _unsaved_changes(
@@ -489,8 +490,8 @@ def with_hellaswag(start: Start) -> Start:
     try:
         path = fetch_hellaswag()
     except (DataError, SaveError) as error:  # SaveError: no room for the file
-        note = f"HellaSwag is not evaluated: {error}"
-        return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
+        warning = f"HellaSwag is not evaluated: {error}"
+        return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, warning))
     config = override(start.config, {"hellaswag_path": path})
     return dataclasses.replace(start, hellaswag="on", config=config)
 
