@@ -61,7 +61,7 @@ from gpt2lab.training.progress import RunClock, read_forecast
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
 from gpt2lab.training.resume_check import check_resume, facts_of, load_state, saved_environment
-from gpt2lab.training.run_log import announce
+from gpt2lab.training.run_log import record_start
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Benchmark, Start
 from gpt2lab.training.stop import Signals, end_with_parent, more_to_abort, show_stacks_on_request
@@ -358,7 +358,7 @@ def _train(
             if folder:
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
                 extensions.started(run)
-            runtime.on_rank_zero(lambda: announce(components, folder, logger))
+            runtime.on_rank_zero(lambda: record_start(components, folder, logger))
             clock = _open_clock(components, folder, logger, began)
             session = Session(folder, logger, control, heartbeat, clock, extensions.updating, peak)
             reason, step = _run_to_end(components, session)

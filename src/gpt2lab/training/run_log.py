@@ -161,7 +161,7 @@ class StepLog:
         )
 
 
-def announce(components: Components, folder: RunFolder | None, logger: MetricsLogger) -> None:
+def record_start(components: Components, folder: RunFolder | None, logger: MetricsLogger) -> None:
     """Record and show this start, on rank 0: settings, plan, and on a resume where it continues."""
     start, state, check = components.start, components.state, components.resume_check
     world_size = start.plan.batch.world_size

@@ -100,7 +100,7 @@ class Trainer:
                 batch = next(batches)
             except GPT2LabError as caught:  # all ranks must hear of it before any gradient
                 error = caught
-            if (reason := self.agree(error)) is not None:
+            if (reason := self.act_on_requests(error)) is not None:
                 return reason
             if not steps.launched:
                 steps.log.announce(batch, self.state.step)
@@ -126,7 +126,7 @@ class Trainer:
             if self.state.step == self.start.stop_after_steps:
                 return self.end_early("stop_after_steps")
 
-    def agree(self, error: GPT2LabError | None) -> str | None:
+    def act_on_requests(self, error: GPT2LabError | None) -> str | None:
         """Agree with all ranks what happens next; return why the run ends early, or None.
 
         Raises: the error that a rank met, on all ranks, once the last complete step is saved.
@@ -246,7 +246,7 @@ class Trainer:
         if not is_recorded:
             self.logger.event(
                 "done",
-                self.state.step,
+                step,
                 reason="completed",
                 checkpoint=self.saves.newest_checkpoint(),
                 loss=self.steps.last_loss,
