@@ -360,14 +360,14 @@ def describe_prediction(document: Mapping[str, Any]) -> str:
     loss, seeds = document["loss"], document["seeds"]
     text = (
         f"predicted: {document['parameters']:,} parameters, {document['tokens']:,} tokens: loss {_interval(loss, 4)} "
-        f"nats/token, {'one run' if seeds == 1 else f'mean of {seeds} seeds'}"
+        f"nats/token, {'one run' if seeds == 1 else f'mean of {seeds} seeds'}, 80 % interval"
     )
     return f"{text}; written {document['written']}" if "written" in document else text
 
 
 def _interval(at: Mapping[str, float], digits: int) -> str:
     low, high = f"{at['low']:.{digits}g}", f"{at['high']:.{digits}g}"
-    return f"{at['value']:.{digits}g} ({low} ... {high}, 80 %)"
+    return f"{at['value']:.{digits}g} ({low} ... {high})"
 
 
 def describe_results(document: Mapping[str, Any]) -> str:
@@ -401,6 +401,8 @@ def describe_results(document: Mapping[str, Any]) -> str:
         "",
         "compute-optimal, by 6 N D",
         fmt.table(["FLOPs", *best], frontier),
+        "",
+        "in brackets: 80 % of the bootstrap; of few rungs or single seeds, the true E above all is outside more often",
     ]
     lines += [_describe_rate(row) for row in document["rates"]]
     if document["prediction"] is not None:
