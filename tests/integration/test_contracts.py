@@ -348,12 +348,12 @@ REFUSALS: dict[str, list[str]] = {
 
 def refusal(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Return what a program's caller can act on: the exit code, one line on stderr, the flags it names."""
+    stderr = without_progress(answer.stderr)
     return {
         "exit code": answer.returncode,
-        "one line on stderr": without_progress(answer.stderr).count("\n") == 1
-        and answer.stderr.startswith("error: "),
+        "one line on stderr": bool(re.fullmatch(r"error: .*\n", stderr)),
         "stdout": bool(answer.stdout),
-        "flags named": sorted(set(re.findall(r"--[a-z_]+", answer.stderr))),
+        "flags named": sorted(set(re.findall(r"--[a-z_]+", stderr))),
     }
 
 
