@@ -36,7 +36,7 @@ from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, RotaryAngles, apply_rotary, attend, embedding
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import lr_at
-from gpt2lab.training import pretrain
+from gpt2lab.training import device, pretrain
 from gpt2lab.training.recipe import PRETRAINING
 from gpt2lab.training.resolve import resolve_to_train
 from gpt2lab.training.train_step import is_finite, train_step
@@ -229,7 +229,7 @@ def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> 
         values["total_batch_size"] = batch.total_batch_size // 2
         values["mini_batch_size"] = max(1, batch.mini_batch_size // 2)
     start = resolve_to_train(request.with_settings(**values), PRETRAINING, world_size=1)
-    start = pretrain.choose_hardware(start, runtime)
+    start = device.choose_hardware(start, runtime)
     config, steps = start.config, start.plan.max_steps
     model = PRETRAINING.build_model(start, runtime)
     if change in OF_THE_MODEL:

@@ -33,7 +33,8 @@ from gpt2lab.model.counts import flops_per_token
 from gpt2lab.paths import LAUNCHED
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
 from gpt2lab.training.components import Components
-from gpt2lab.training.pretrain import build, check_kernels, choose_hardware
+from gpt2lab.training.device import check_kernels, choose_hardware
+from gpt2lab.training.pretrain import build
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start

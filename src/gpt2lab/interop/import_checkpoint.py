@@ -37,8 +37,8 @@ from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.training.device import choose_hardware
 from gpt2lab.training.evaluator import validation_line
-from gpt2lab.training.pretrain import choose_hardware
 from gpt2lab.training.recipe import PRETRAINING
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of

@@ -33,7 +33,8 @@ from gpt2lab.runs import history
 from gpt2lab.runs.console import counted, doing, say
 from gpt2lab.runs.events import Event, finite
 from gpt2lab.training.components import Components
-from gpt2lab.training.pretrain import build, check_kernels, choose_hardware
+from gpt2lab.training.device import check_kernels, choose_hardware
+from gpt2lab.training.pretrain import build
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.steps import launch_step, state_after
 from gpt2lab.training.train_step import train_step

@@ -6,7 +6,6 @@ Pretraining and fine-tuning both come through here; they differ only in `recipe`
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -18,19 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.store import TrainState
-from gpt2lab.config.derived import SMALLER_MINI_BATCH, check_fsdp_param_dtype
+from gpt2lab.config.derived import SMALLER_MINI_BATCH
 from gpt2lab.config.request import RunRequest
-from gpt2lab.distributed.compilation import resolve_compile, use_cache_folder
-from gpt2lab.distributed.processor import FP16_ON_CPU
-from gpt2lab.distributed.runtime import (
-    Runtime,
-    resolve_dtype,
-    resolve_residual_dtype,
-    use_fast_fp32_matmul,
-)
+from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import (
-    ConfigError,
     FolderLostError,
     GPT2LabError,
     InUseError,
@@ -43,7 +34,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_items import load_questions
-from gpt2lab.model import attention_backend, rng
+from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import history, summary
@@ -53,6 +44,7 @@ from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.average import TailAverage
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
+from gpt2lab.training.device import check_kernels, choose_hardware
 from gpt2lab.training.evaluator import Evaluator
 from gpt2lab.training.extension import Extension, Extensions, LiveRun, Planner
 from gpt2lab.training.health import why_host_decides
@@ -141,6 +133,23 @@ def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
+def _join(request: RunRequest) -> Runtime:
+    """Join the other ranks. A rank that waits long says so: ranks that people start by hand may never come."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, ranks, address, port = (os.environ.get(name, "") for name in names)
+    what = f"rank {rank} waits for all {ranks} ranks at {address}:{port}" if rank else "starting"
+    with contextlib.ExitStack() as stack:
+        task = stack.enter_context(doing(what))  # what rank 0 says after 4 seconds
+        if rank not in ("", "0"):
+            stack.enter_context(
+                beats(lambda seconds: say(task.line(seconds)), every=_ALONE_SECONDS)
+            )
+        return Runtime(
+            timeout_minutes=request.timeout_minutes,
+            is_watched=request.config.system.hang_seconds > 0,
+        )
+
+
 def _resolve(
     request: RunRequest,
     recipe: Recipe,
@@ -166,103 +175,6 @@ def _resolve(
 
 
 # -- build -----------------------------------------------------------------------------------------------------------
-
-
-def _join(request: RunRequest) -> Runtime:
-    """Join the other ranks. A rank that waits long says so: ranks that people start by hand may never come."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, ranks, address, port = (os.environ.get(name, "") for name in names)
-    what = f"rank {rank} waits for all {ranks} ranks at {address}:{port}" if rank else "starting"
-    with contextlib.ExitStack() as stack:
-        task = stack.enter_context(doing(what))  # what rank 0 says after 4 seconds
-        if rank not in ("", "0"):
-            stack.enter_context(
-                beats(lambda seconds: say(task.line(seconds)), every=_ALONE_SECONDS)
-            )
-        return Runtime(
-            timeout_minutes=request.timeout_minutes,
-            is_watched=request.config.system.hang_seconds > 0,
-        )
-
-
-def choose_hardware(start: Start, runtime: Runtime) -> Start:
-    """Choose the device and replace `auto` by what it means here, once, so that a resume keeps it.
-
-    Raises: ConfigError if the settings need hardware that is missing, or if ranks would train in two precisions.
-    """
-    start = runtime.on_all_ranks(lambda: _choose_hardware(start, runtime))
-    system = start.config.system
-    choices = runtime.gather((runtime.device.type, system.dtype, system.compile))
-    for rank, choice in enumerate(choices):
-        if choice != choices[0]:
-            raise ConfigError(
-                f"rank {rank} would use {choice}, rank 0 {choices[0]} (device, dtype, compile); "
-                f"set --device, --dtype and --compile so that all can follow"
-            )
-    return start
-
-
-def _choose_hardware(start: Start, runtime: Runtime) -> Start:
-    system, steps = start.config.system, start.plan.max_steps
-    runtime.use(system)
-    dtype = resolve_dtype(system.dtype, runtime.device)
-    if system.fsdp_offload and runtime.device.type != "cuda":
-        raise ConfigError(
-            "fsdp_offload: moves weights from a GPU to the CPU's memory, and this run has no GPU; leave it out"
-        )
-    if system.attention != "auto" and runtime.device.type != "cuda":
-        raise ConfigError(
-            f"attention {system.attention}: is a GPU's kernel, and this run has no GPU; use --attention auto"
-        )
-    compiles, note = resolve_compile(system, device=runtime.device, max_steps=steps)
-    slow = FP16_ON_CPU if dtype == "fp16" and runtime.device.type == "cpu" else None
-    if compiles:
-        use_cache_folder()
-    if compiles and dtype == "fp32" and runtime.device.type == "cpu":
-        use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
-    residual_dtype = system.residual_dtype
-    if start.checkpoint is None or dtype == "bf16":  # a run that continues in fp32 keeps its own
-        residual_dtype = resolve_residual_dtype(residual_dtype, dtype, runtime.device)
-    system = dataclasses.replace(
-        system, dtype=dtype, residual_dtype=residual_dtype, compile="on" if compiles else "off"
-    )
-    check_fsdp_param_dtype(system)
-    config = dataclasses.replace(start.config, system=system)
-    warnings = (*start.warnings, *filter(None, (note, slow)))
-    return dataclasses.replace(start, config=config, warnings=warnings)
-
-
-def check_kernels(start: Start, model: GPT, runtime: Runtime) -> Start:
-    """On a GPU, compute attention once with the wanted kernel and note which one ran; a CPU has no choice.
-
-    Compiled steps use our loss kernel if it computes the loss correctly here.
-
-    Raises: ConfigError on all ranks, before the run has a folder.
-    """
-    if runtime.device.type != "cuda":
-        return start
-    config = start.config
-    found = runtime.on_all_ranks(
-        lambda: attention_backend.choose(
-            config.system.attention,
-            model,
-            micro_batch=start.plan.batch.micro_batch,
-            masked=config.tuning.instructions is not None,
-            autocast=Strategy(runtime, config.system).autocast,
-        )
-    )
-    slow = attention_backend.why_not_cudnn(found) if config.system.attention == "auto" else None
-    start = dataclasses.replace(start, attention=found)
-    warnings = [slow]
-    if config.system.compile == "on":
-        from gpt2lab.model import loss_kernel  # needs Triton, as compiling does
-
-        warnings.append(loss_kernel.choose(model, config.system.dtype))
-        start = dataclasses.replace(
-            start, loss_kernel="triton" if model.loss_kernel else "inductor"
-        )
-    said = (*start.warnings, *(warning for warning in warnings if warning))
-    return dataclasses.replace(start, warnings=said)
 
 
 def build(

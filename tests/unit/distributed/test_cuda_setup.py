@@ -23,7 +23,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.loss import cross_entropy_sum
-from gpt2lab.training import pretrain
+from gpt2lab.training import device
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 from tiny import parse
@@ -156,15 +156,15 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
     start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
-    assert pretrain.check_kernels(start, model, runtime) is start  # on a CPU
+    assert device.check_kernels(start, model, runtime) is start  # on a CPU
     assert "attention" not in facts_of(start, runtime)["environment"]
     runtime.use(SystemConfig(device="cuda"))
-    found = pretrain.check_kernels(start, model, runtime)
+    found = device.check_kernels(start, model, runtime)
     assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
     system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
     tuning = TuningConfig(instructions="demo")
     config = dataclasses.replace(start.config, system=system, tuning=tuning)
-    pretrain.check_kernels(dataclasses.replace(start, config=config), model, runtime)
+    device.check_kernels(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]
 
 
@@ -186,7 +186,7 @@ def test_a_compiled_run_records_its_loss_kernel(gpu, tiny_flags, monkeypatch, wa
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
     runtime.use(SystemConfig(device="cuda"))
-    found = pretrain.check_kernels(start, model, runtime)
+    found = device.check_kernels(start, model, runtime)
     assert facts_of(found, runtime)["environment"]["loss_kernel"] == kernel
     assert found.warnings[len(start.warnings) :] == ((warning,) if warning else ())
 
