@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.manifest import commit
+from gpt2lab.checkpoint.manifest import commit, folder_name
 from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.mixture import read_sources
@@ -257,11 +258,13 @@ def _commit(
             optimizer.state[parameter] = foreign.moments[name] if foreign.moments else fresh
     origin = {"step": foreign.step, "imported": path.name, "sha256": sha256_of(path), "samples": 0}
     state = TrainState(step=foreign.step, history=(origin,)).with_val_loss(loss.val_loss)
-    facts = facts_of(start, runtime)
-    with contextlib.closing(RunFolder(start.run_dir)) as folder:
+    facts, run_dir = facts_of(start, runtime), start.run_dir
+    written = run_dir / folder_name(state.step) if run_dir.exists() else run_dir
+    with contextlib.closing(RunFolder(run_dir)) as folder, contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, written, ignore_errors=True)
         folder.write_config(record(config, start.chosen), facts, start.tokenizer_files)
         drafted = store.draft(
-            start.run_dir,
+            run_dir,
             kind="rolling",
             content=store.collect(model, optimizers, keep=True),
             state=state,
@@ -269,9 +272,10 @@ def _commit(
             facts=facts,
             files=start.tokenizer_files,
         )
-        saved = commit(start.run_dir, drafted)
-        logger = MetricsLogger(start.run_dir, attempt=start.attempt)
+        saved = commit(run_dir, drafted)
+        logger = MetricsLogger(run_dir, attempt=start.attempt)
         logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
         logger.close()
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
+        undo.pop_all()
     return saved
