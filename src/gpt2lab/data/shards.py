@@ -107,6 +107,12 @@ class TokenData:
     tokenizer: Tokenizer | None = GPT2  # that the ids are of; None where it is not known
     end_of_text: EndOfText = EndOfText()
 
+    def __post_init__(self) -> None:
+        """Raises: DataError if a split has no token."""
+        for split, shards in self.splits.items():
+            if not self.tokens(split):
+                raise shards[-1].rejected(f"holds no token, and no other {split} shard does")
+
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
         return sum(shard.tokens for shard in self.splits[split])

@@ -51,6 +51,7 @@ BROKEN_SHARDS: dict[str, Callable[[Path], object]] = {
     "overlong": changed(lambda content: content + b"\0\0"),
     "zip": changed(lambda content: b"PK\x03\x04 something else entirely"),
     "empty": changed(lambda content: b""),
+    "no tokens": lambda path: [saved(np.zeros(0, "<u2"))(one) for one in path.parent.glob("*tr*")],
 }
 
 
