@@ -278,8 +278,8 @@ def run_all(
     completes. `on_divergence`: whether a run whose numbers became non-finite is a failure, or counts as complete and is
     not trained again. `may_stop`: a run need not reach its end.
 
-    Raises: CheckError if a run fails or stops early; SavedInterrupt after Ctrl+C, when the running jobs have saved.
-        Called again, it continues where it stopped.
+    Raises: CheckError if a run fails, with its exit code, or stops early; SavedInterrupt after Ctrl+C, when the running
+        jobs have saved, SaveError if one could not. Called again, it continues where it stopped.
     """
     devices = {run.request.config.system.device for run in runs}
     trainers = _Trainers(machine or Machine(), jobs, on_cpu=devices == {"cpu"})
@@ -316,7 +316,7 @@ def run_all(
                 say(f"{run.name} has ended: {len(complete)} of {len(runs)} runs")
     except KeyboardInterrupt:
         if SaveError.exit_code in trainers.stop():
-            raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
+            raise SaveError("interrupted; a run could not be saved: its log.txt says why") from None
         raise SavedInterrupt("what was trained is saved; start again to continue") from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -426,7 +426,9 @@ def _run_one(
         if may_diverge and history.has_diverged(run.folder):
             say(f"{label}: diverged: {reason.removeprefix('error: ')}")
             return
-        raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
+        failure = CheckError(f"{run.name} failed with exit code {code}: {reason}")
+        failure.exit_code = max(1, code)  # a full disk and a hang are no failed checks
+        raise failure
     if run.code is not None and (problem := history.open_log(run.folder).problem):
         raise CheckError(
             f"{run.name}: its code writes a log that this program cannot read: {problem}"

@@ -224,9 +224,9 @@ def test_a_run_that_is_killed_or_fails_ends_the_ablation(shared, tmp_path, monke
     full = GPT2LabError("disk is full")
     full.exit_code = 75
     monkeypatch.setattr("gpt2lab.training.steps.train_step", Mock(side_effect=full))
-    with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
+    with pytest.raises(CheckError, match="exit code 75: error: disk is full") as end:
         run_all(runs)
-    assert started == ["a_seed1"]
+    assert (started, end.value.exit_code) == (["a_seed1"], 75)
 
 
 def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_path, monkeypatch):
