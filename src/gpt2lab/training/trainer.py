@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import time
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ from gpt2lab.training.health import check_drift
 from gpt2lab.training.save_policy import SavePolicy
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.steps import StepPipeline
-from gpt2lab.training.stop import more_to_abort
+from gpt2lab.training.stop import end_at_once, more_to_abort
 
 
 class Trainer:
@@ -76,13 +77,15 @@ class Trainer:
         except Exception as error:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
-            # A terminal's Ctrl+C ends the compiler of a step too, before the update. Other ranks may be in the step.
-            has_not_compiled = self.runtime.world_size == 1 and "C++ compile error" in str(error)
-            if has_not_compiled and (stop := self.control.agree().stop) is not None:
+            # A terminal's Ctrl+C ends the compiler of a step too, before the update.
+            was_asked = "C++ compile error" in str(error) and self.control.signals.number
+            if was_asked and self.runtime.world_size == 1:
                 self.saves.save_step("emergency")
-                return self.end_early(stop)
+                return self.end_early(signal.Signals(was_asked).name)
             self.heartbeat.enter("saving", self.state.step)
             saved = self.saves.rescue(patience=self.control.margin_seconds)
+            if was_asked:  # other ranks may be in the step: nothing can be agreed on
+                end_at_once(was_asked)
             if not is_lost_peer(error):
                 raise
             raise PeerError(
