@@ -16,11 +16,16 @@ from gpt2lab.distributed.processor import FP16_ON_CPU
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.interop.core import open_core
-from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, estimate_here, memory_here
+from gpt2lab.planner.auto import (
+    NOT_COUNTED,
+    TrainingPlanner,
+    describe_memory,
+    estimate_here,
+    memory_here,
+)
 from gpt2lab.planner.estimate import Estimate, MemoryNeed
 from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs.console import Console
-from gpt2lab.training.extension import Planner
 from gpt2lab.training.plan import describe_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
@@ -32,12 +37,16 @@ def print_plan(
     recipe: Recipe = PRETRAINING,
     *,
     world_size: int = 1,
-    planner: Planner | None = None,
+    planner: TrainingPlanner | None = None,
     as_json: bool = False,
 ) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
     start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
     open_core(start)  # rejects what is no bundle
+    if planner is not None and planner.measures(request) and start.checkpoint is None:
+        size = start.config.batch.mini_batch_size
+        note = f"mini_batch_size auto: not known before a start measures it; shown with {size}"
+        start = dataclasses.replace(start, warnings=(*start.warnings, note))
     if os.environ.get("RANK", "0") != "0":
         return 0
     need = memory_here(start.config, start.plan)
