@@ -61,17 +61,21 @@ def fetch_hellaswag(
     Raises: DataError in one line that tells how to download it by hand.
     """
     path = path or paths.from_repository(DEFAULT_PATH)
-    if path.exists():
-        return path
     command = f"curl -L --create-dirs -o {paths.display_path(path)} {url}"
     by_hand = f"download it yourself ({command}) or give --hellaswag_path"
-    content = _download(url, connect_seconds, by_hand)
+    if is_here := path.exists():  # perhaps of a download by hand that broke off
+        with system_errors_as(DataError, path, what="cannot be read", fix=by_hand):
+            content = read_regular(path, at_most=2 * NUM_BYTES, follow=True)
+    else:
+        content = _download(url, connect_seconds, by_hand)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(
-            f"{url}: {len(content):,} bytes with sha256 {found[:12]}..., expected {sha256[:12]}...: truncated or "
-            f"altered, not kept; {by_hand}"
+            f"{path if is_here else url}: {len(content):,} bytes with sha256 {found[:12]}..., expected "
+            f"{sha256[:12]}...: truncated or altered, {'delete it' if is_here else 'not kept'}; {by_hand}"
         )
+    if is_here:
+        return path
     with system_errors_as(DataError, path, what="cannot be written", fix=by_hand):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, content)

@@ -96,10 +96,12 @@ def test_a_download_is_kept_only_whole(tmp_path):
         assert not target.parent.exists()
     source.write_bytes(content)
     assert fetch_hellaswag(target, url=source.as_uri(), sha256=sha256) == target
-    assert target.read_bytes() == content
-    assert [path.name for path in target.parent.iterdir()] == ["val.jsonl"]
+    assert {one.name: one.read_bytes() for one in target.parent.iterdir()} == {target.name: content}
     source.unlink()  # not asked for again
     assert fetch_hellaswag(target, url=source.as_uri(), sha256=sha256) == target
+    target.write_bytes(content[:-10])
+    with pytest.raises(DataError, match=r"truncated or altered, delete it; download it"):
+        fetch_hellaswag(target, url=source.as_uri(), sha256=sha256)
 
 
 def test_a_source_that_is_not_there_or_silent_does_not_hold_up_a_start(tmp_path):
@@ -143,8 +145,7 @@ def test_nobody_asks_nothing_is_fetched(flags, tiny_flags, monkeypatch):
     monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=AssertionError))
     assert started(flags).hellaswag == "off"
     small = started([*tiny_flags, "--hellaswag_freq=5"])  # 256 ids: no such text
-    assert small.hellaswag == "off"
-    assert "no HellaSwag" in " ".join(small.warnings)
+    assert (small.hellaswag, "no HellaSwag" in " ".join(small.warnings)) == ("off", True)
     planned = resolve(parse([*flags, "--hellaswag_freq=5"]), world_size=1, set_aside=False)
     assert planned.hellaswag == "fetch", "a plan alone fetches nothing"
 
@@ -156,9 +157,8 @@ def test_offline_is_one_line_and_what_was_fetched_is_kept_in_the_settings(
     for problem in (DataError("no network"), SaveError("no space")):
         monkeypatch.setattr(starts, "fetch_hellaswag", Mock(side_effect=problem))
         start = started([*flags, "--hellaswag_limit=10"])
-        assert start.hellaswag == "off"
-        (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]
-        assert line == f"HellaSwag is not evaluated: {problem}"
+        lines = [warning for warning in start.warnings if "HellaSwag" in warning]
+        assert (start.hellaswag, lines) == ("off", [f"HellaSwag is not evaluated: {problem}"])
     path = write_items(tmp_path / "items.jsonl")
     monkeypatch.setattr(starts, "fetch_hellaswag", lambda: path)
     start = started([*flags, "--hellaswag_freq=5"])
