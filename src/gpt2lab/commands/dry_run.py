@@ -18,6 +18,7 @@ from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.interop.core import open_core
 from gpt2lab.planner.auto import (
     NOT_COUNTED,
+    NOT_MEASURED,
     TrainingPlanner,
     describe_memory,
     estimate_here,
@@ -44,8 +45,7 @@ def print_plan(
     start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
     open_core(start)  # rejects what is no bundle
     if planner is not None and planner.measures(request) and start.checkpoint is None:
-        size = start.config.batch.mini_batch_size
-        note = f"mini_batch_size auto: not known before a start measures it; shown with {size}"
+        note = NOT_MEASURED.format(start.plan.batch.micro_batch)
         start = dataclasses.replace(start, warnings=(*start.warnings, note))
     if os.environ.get("RANK", "0") != "0":
         return 0

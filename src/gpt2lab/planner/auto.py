@@ -39,6 +39,7 @@ from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
 from gpt2lab.training.start import Start
 
+NOT_MEASURED = "mini_batch_size auto: not known before a start measures it; shown with {}"
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
 PRESET_MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
 _ENOUGH = 4  # sequences from which recomputing costs more than a larger micro-batch saves
