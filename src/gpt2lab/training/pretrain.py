@@ -206,7 +206,16 @@ def build(
     average = TailAverage(start, model, optimizers, done=state.step)
     facts |= {"average_from": average.begin}
     return Components(
-        *(start, runtime, strategy, facts, model, trained, optimizers, average, batches, state),
+        start=start,
+        runtime=runtime,
+        strategy=strategy,
+        facts=facts,
+        model=model,
+        trained=trained,
+        optimizers=optimizers,
+        average=average,
+        batches=batches,
+        state=state,
         resume_check=check,
         host_decides=why_host_decides(config, optimizers, runtime),
     )

@@ -51,7 +51,7 @@ class Saver:
     def __init__(self, components: Components, session: Session) -> None:
         start = components.start
         self.components = components
-        self.config, self.run_dir = start.config.checkpoint, start.run_dir
+        self.settings, self.run_dir = start.config.checkpoint, start.run_dir
         self.folder, self.logger = session.folder, session.logger
         self.signals = session.control.signals
         self.model, self.optimizers = components.model, components.optimizers
@@ -59,7 +59,7 @@ class Saver:
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
         on_gpu = self.runtime.device.type == "cuda"
-        self.is_async = saves_in_background(self.config, on_gpu=on_gpu)
+        self.is_async = saves_in_background(self.settings, on_gpu=on_gpu)
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
@@ -363,7 +363,9 @@ class Saver:
         try:
             # After a second request to stop, the next start deletes old checkpoints.
             if error is None and self.signals.level < 2:
-                self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
+                self._retain(
+                    self.settings.keep_checkpoints, self.settings.keep_emergency_checkpoints
+                )
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
@@ -381,7 +383,7 @@ class Saver:
             return None
         with suppress(OSError, CheckpointError):  # the free space below shows what failed
             catalog.sweep(self.run_dir)
-            self._retain(max(1, self.config.keep_checkpoints - 1), 1)
+            self._retain(max(1, self.settings.keep_checkpoints - 1), 1)
         free = shutil.disk_usage(self.run_dir).free
         if free >= needed:
             return None
