@@ -4,11 +4,12 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import plant_bugs, sharing
+from benchmarks import plant_bugs, sharing, step_overhead
 from benchmarks.cuda_codegen import report
 from gpt2lab.config.presets import preset
 from gpt2lab.errors import ConfigError
@@ -40,16 +41,17 @@ def test_preparation_and_loading_side_by_side(tmp_path):
     assert set(numbers["loader"]) == {"shards", "windows"}
 
 
+def in_forks(worker: Path, words: list[str], *, processes: int, threads: int) -> Any:
+    """Run a program as `sharing.run_worker` does, without the seconds of its start."""
+    how = {"environment": environment(), "seconds": HANG_SECONDS}
+    done = worked(run_ranks(worker, words, world=processes, **how))
+    return json.loads(done.stdout.partition("result ")[2].partition("\n")[0])
+
+
 @pytest.mark.slow
 def test_parallel_modes_side_by_side(tmp_path, monkeypatch):
     """The ranks are forks; the test below starts them as torchrun does."""
-
-    def measure(worker: Path, words: list[str], *, processes: int, threads: int) -> object:
-        how = {"environment": environment(), "seconds": HANG_SECONDS}
-        done = worked(run_ranks(worker, words, world=processes, **how))
-        return json.loads(done.stdout.partition("result ")[2].partition("\n")[0])
-
-    monkeypatch.setattr(sharing, "run_worker", measure)
+    monkeypatch.setattr(sharing, "run_worker", in_forks)
     words = ["--model", "gpt2-nano", "--micro_batch", 1, "--micro_steps", 2, "--steps", 1]
     words += ["--json", tmp_path / "p.json"]
     said = worked(call("benchmark", "parallel", *words)).stdout
@@ -65,10 +67,13 @@ def test_parallel_modes_side_by_side(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path):
+def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path, monkeypatch):
+    """The first mode's ranks are started as torchrun does, the others are forks."""
+    ways = iter([step_overhead.run_worker])
+    monkeypatch.setattr(step_overhead, "run_worker", lambda *a, **k: next(ways, in_forks)(*a, **k))
     words = ["--layers", 1, 3, "--steps", 2, "--mode", "ddp", "zero1"]
     words += ["--json", tmp_path / "o.json"]
-    said = worked(script("benchmark", "step-overhead", *words)).stdout
+    said = worked(call("benchmark", "step-overhead", *words)).stdout
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     modes = [(mode, 4 + 12 * layers) for layers in (1, 3) for mode in ("ddp", "zero1")]
     assert [(row["mode"], row["parameters"]) for row in rows] == modes
