@@ -121,8 +121,8 @@ ELSEWHERE = re.compile(
     r"--watch|old_run|--core|--branch_from|climbmix|--array| mixed"
 )
 SHRUNK = [  # of `train`, over what it is told
-    *("--n_layer=1", "--n_head=1", "--n_embd=32", "--context_length=64", "--mini_batch_size=4"),
-    *("--total_batch_size=1024", "--val_tokens=256", "--sample_tokens=4", *HERE),
+    *("--n_layer=1", "--n_head=1", "--n_embd=32", "--context_length=32", "--mini_batch_size=4"),
+    *("--total_batch_size=512", "--val_tokens=256", "--sample_tokens=4", *HERE),
 ]
 LESS = {
     "train": [*SHRUNK, "--stop_after_steps=2"],
@@ -152,7 +152,7 @@ def test_every_documented_command_runs(tmp_path, monkeypatch):
     (tmp_path / "my_texts").mkdir()
     (tmp_path / "my_texts" / "a.txt").write_text("".join(f"{n}. {TEXT}" for n in range(900)))
     (tmp_path / "prompts.txt").write_text("To be\n")
-    ready = ["--data_dir=data/python_stdlib", *SHRUNK, "--eval_freq=50", "--checkpoint_freq=100"]
+    ready = ["--data_dir=data/python_stdlib", *SHRUNK, "--eval_freq=50", "--checkpoint_freq=20"]
     for words in (
         ["prepare", "my_texts", "--out=data/python_stdlib", "--val_tokens=3000"],
         *(
