@@ -34,12 +34,13 @@ def installed(tmp_path_factory) -> Path:
     assert wheel.name == f"gpt2lab-{gpt2lab.__version__}-py3-none-any.whl"
     run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(archive)], folder)
     shutil.rmtree(source)
-    venv.create(folder / "venv", with_pip=True)
+    venv.create(folder / "venv")
     programs = folder / "venv" / "bin"
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(ours))
-    run([str(programs / "pip"), "install", "--no-deps", "--no-index", str(wheel)], folder)
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install"]
+    run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     return programs
 
 
