@@ -7,6 +7,7 @@ whole, so that whatever ends the command costs one stage. Every measurement is a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -70,8 +71,10 @@ class Bench:
 
     @property
     def size(self) -> Size:
-        """What is trained: GPT-2, on a CPU a tiny model."""
-        whole = SIZES["tiny256" if self.device == "cpu" else "gpt2"]
+        """What is trained: GPT-2, on a CPU a tiny model with short sequences."""
+        whole = SIZES["gpt2"]
+        if self.device == "cpu":
+            whole = dataclasses.replace(SIZES["tiny256"], context_length=64)
         return Variant(micro_batch=self.micro_batch / whole.mini_batch_size).cut(whole)
 
     def run(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -294,7 +297,8 @@ def _compare(bench: Bench, *words: str) -> dict[str, Any]:
 def planner(bench: Bench) -> dict[str, Any]:
     """Compare what was predicted before a run with the run: tokens/s, peak bytes, seconds of what is not training."""
     cold = str(bench.folder / "compiled")  # the predicted seconds are those without a cache
-    flags = {"eval_freq": _STEPS // 2, "checkpoint_freq": _STEPS // 3, "val_tokens": 50_000}
+    flags = {"eval_freq": _STEPS // 2, "checkpoint_freq": _STEPS // 3}
+    flags["val_tokens"] = 5_000 if bench.device == "cpu" else 50_000
     run = bench.train("planned", flags, TORCHINDUCTOR_CACHE_DIR=cold)
     forecast = json.loads((run / "estimate.json").read_text())
     log = history.read_log(run)
