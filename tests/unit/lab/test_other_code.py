@@ -146,8 +146,9 @@ def test_code_that_fails_later_is_named(branch, says, repository, flags, tmp_pat
 
 
 @pytest.mark.slow
-def test_changes_of_no_bit_get_no_seeds(repository, flags, tmp_path, capfd):
-    """21 short runs; what only surrounds a run is left out of them."""
+def test_changes_of_no_bit_get_no_seeds(repository, flags, tmp_path, capfd, monkeypatch):
+    """12 short runs; what only surrounds a run is left out of them."""
+    monkeypatch.setattr(other_code, "TURNS", 2)
     own = ["--max_steps=30", "--n_embd=32", "--use_tensorboard", "--hellaswag_freq=1", "--jobs=1"]
     assert ablate.main(["--code", "main", "slow", "refactoring", *flags, *own]) == 0
     assert_nothing_is_left(repository, tmp_path / "out")
