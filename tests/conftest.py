@@ -30,8 +30,7 @@ OF_OTHERS = re.compile(
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/gpt2lab-tests-{os.getuid()}"
 
-# Set as in many containers, each would compile our modules anew, a tenth of its start.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile our modules anew
 sys.dont_write_bytecode = False  # what multiprocessing passes on
 
 # Each has one thread, so that tests do not take the cores from each other.

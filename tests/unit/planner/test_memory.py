@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,10 +49,9 @@ def tracked_peak(
 
 
 @pytest.fixture
-def fake_numbers(monkeypatch) -> Iterator[None]:
+def fake_numbers(monkeypatch) -> None:
     """Let train_step read its loss: a fake tensor has no value."""
     monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)
-    return
 
 
 def step_memory(
