@@ -37,6 +37,8 @@ NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
+# Many containers set it; each of the thousands of programs that the tests start would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side on up to four cores; runs that are broken on purpose mostly wait, so three of them on any.
 SPREAD := -n logical --maxprocesses 4 --dist worksteal
 FAST  := config model/test_counts model/test_model model/test_attention_backend optim/test_schedule tokenizers \

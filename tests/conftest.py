@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,9 +28,6 @@ OF_OTHERS = re.compile(
 
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/gpt2lab-tests-{os.getuid()}"
-
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile our modules anew
-sys.dont_write_bytecode = False  # what multiprocessing passes on
 
 # Each has one thread, so that tests do not take the cores from each other.
 os.environ["OMP_NUM_THREADS"] = "1"
