@@ -93,6 +93,11 @@ class FaultRun:
         self.assert_no_process_left(process)
         return code
 
+    def stop(self, process: subprocess.Popen[str]) -> int:
+        """Send a start SIGTERM, wait for its end, and return the exit code."""
+        process.send_signal(signal.SIGTERM)
+        return self.end_of(process)
+
     def errors(self) -> str:
         """Return what the last start wrote to stderr, but for its lines of progress."""
         return launch.without_progress((self.folder / "err.txt").read_text())

@@ -37,8 +37,7 @@ def test_row_36_a_deleted_lock_lets_nobody_else_in(run):
     assert lock.stat().st_ino != before
     assert run.resume("--resume=auto", "--stop_after_steps=400") == 2
     assert f"in use by process {process.pid} on " in the_line(run)
-    process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) == 0
+    assert run.stop(process) == 0
     taken = [event["step"] for event in run.events("step")]
     assert taken == list(range(1, max(run.saved()) + 1))
     [warning] = [text for e in run.events("warning") if "run.lock" in (text := e["message"])]

@@ -44,9 +44,8 @@ def test_row_05_sigterm_to_the_launcher(world, run, reference):
     run.flags = NO_ROLLING
     process = run.start(world=world, FAULT=PACE)
     run.wait_for(process, "step", 7)
-    process.send_signal(signal.SIGTERM)
     failed = world == 2  # torchrun calls every stop by signal a failure
-    assert run.end_of(process) == failed
+    assert run.stop(process) == failed
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.saved() == [run.status()["step"]], "nothing else was due: the stop itself saved"
     run.resumes_as(reference(world), world=world)
@@ -56,8 +55,7 @@ def test_row_05_sigterm_within_a_save(run, reference):
     """The commit in flight ends, and is the checkpoint of the stop: none is written twice."""
     process = run.start(FAULT=f"{PACE};checkpoint.optim.safetensors:sleep0.7@10")
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "save of step 10")
-    process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) == 0
+    assert run.stop(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.status()["step"] == 10
     assert [e["step"] for e in run.events("checkpoint")] == [5, 10]
@@ -132,8 +130,7 @@ def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
         os.kill(pid, signal.SIGUSR1)
     run.wait_for(process, "checkpoint", 6)
     assert [e["kind"] for e in run.events("checkpoint")] == ["rolling"], "one save for two signals"
-    process.send_signal(signal.SIGTERM)
-    run.end_of(process)
+    run.stop(process)
     assert_stopped_cleanly(run, "SIGTERM")
 
 
@@ -158,8 +155,7 @@ def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
     assert "torchrun kills after 2 s" in warning["message"]
     assert "--shutdown-timeout" in warning["message"]
     run.wait_for(process, "step", 7)
-    process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) != 0
+    assert run.stop(process) != 0
     assert run.saved() == [5]
     assert run.status()["state"] == "running", "nobody was left to say otherwise"
     run.resumes_as(reference(2), world=2)

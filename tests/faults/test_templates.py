@@ -34,8 +34,7 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     script = [UNTIL_DONE, sys.executable, str(launch.TRAIN)]
     process = run.run_command([*script, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
-    process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) == 0
+    assert run.stop(process) == 0
     assert run.status()["reason"] == "SIGTERM"
     process = run.run_command([*script, *run.argv(), "--n_layer=3"], PAUSE="0")
     assert run.end_of(process) == 2
@@ -54,8 +53,7 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
     command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
     process = run.run_command([UNTIL_DONE, *command], PAUSE="60")
     run.wait_until(process, lambda: "starting again" in run.errors(), "a crash")
-    process.send_signal(signal.SIGTERM)
-    assert run.end_of(process) == 1
+    assert run.stop(process) == 1
     assert marks.read_text() == "start\n"
 
 
@@ -142,8 +140,7 @@ def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
     assert run.status()["reason"] == "SLURM_JOB_END_TIME"
     process = run.run_command(script, **environment)
     run.wait_for(process, "step", run.status()["step"] + 1, attempt=2)
-    process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@120 does
-    assert run.end_of(process) == 0
+    assert run.stop(process) == 0  # as --signal=B:TERM@120 does
     assert run.status()["reason"] == "SIGTERM"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
     rejected = run.run_command([*script, "--n_layer=3"], **environment)
