@@ -71,6 +71,12 @@ class FaultRun:
         self.processes.append(process)
         return process
 
+    def start_until(self, kind: str, step: int, *more: str, **how: Any) -> subprocess.Popen[str]:
+        """Start it, and return once it has recorded an event of the kind at the step or later."""
+        process = self.start(*more, **how)
+        self.wait_for(process, kind, step)
+        return process
+
     def finish(self, *more: str, world: int = 1, **kwargs: Any) -> int:
         """Run it to its end and return the exit code."""
         return self.end_of(self.start(*more, world=world, **kwargs))

@@ -28,8 +28,7 @@ def the_line(run: FaultRun) -> str:
 def test_row_36_a_deleted_lock_lets_nobody_else_in(run):
     """It is made again within a step: a second start is rejected, and every step is recorded once."""
     run.flags = FOREVER
-    process = run.start(FAULT=PACE)
-    run.wait_for(process, "step", 3)
+    process = run.start_until("step", 3, FAULT=PACE)
     lock = run.path / "run.lock"
     before = lock.stat().st_ino
     lock.rename(lock.with_suffix(".gone"))  # its number cannot be given to the new file
@@ -48,8 +47,7 @@ def test_row_36_a_deleted_lock_lets_nobody_else_in(run):
 def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(world, run):
     """The other one may be in the middle of anything; its lock, its lines and its status are left alone."""
     run.flags = FOREVER
-    process = run.start(world=world, FAULT=PACE)
-    run.wait_for(process, "checkpoint", 5)
+    process = run.start_until("checkpoint", 5, world=world, FAULT=PACE)
     new = run.path / "new.lock"
     new.write_text("process 1 on elsewhere\n")
     with open(new) as held:
@@ -69,8 +67,7 @@ def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(world, r
 def test_row_36_a_folder_that_goes_is_one_line(how, world, run):
     """At the next step, not at the next save; nothing is made anew in its place."""
     run.flags = ("--checkpoint_freq=20", "--eval_freq=0", "--max_steps=100000")
-    process = run.start(world=world, FAULT=PACE)
-    run.wait_for(process, "step", 3)
+    process = run.start_until("step", 3, world=world, FAULT=PACE)
     away = run.folder / "away"
     run.path.rename(away)
     if how == "replaced":
@@ -167,8 +164,7 @@ def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(change, world, own, 
 def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(run, tmp_path):
     run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
     run.flags = LATER
-    process = run.start(FAULT=PACE)
-    run.wait_for(process, "checkpoint", 20)
+    process = run.start_until("checkpoint", 20, FAULT=PACE)
     edit(run)
     assert run.end_of(process) == 2
     assert "changed while training, and there is no shards.json to compare it with" in the_line(run)

@@ -63,8 +63,7 @@ each_fault = pytest.mark.parametrize(
 @each_fault
 def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(fault, said, run, disk, reference):
     """Saves are missing with a warning each; all else is as it was, and every event is there in the end."""
-    process = run.start(FAULT=PACE)
-    run.wait_for(process, "checkpoint", 10)
+    process = run.start_until("checkpoint", 10, FAULT=PACE)
     with fault(disk):
         run.wait_until(process, lambda: run.said().count("not saved") >= 2, "two warnings")
     assert run.end_of(process) == 0, run.errors()
@@ -82,8 +81,7 @@ def test_a_disk_that_takes_nothing_more_ends_with_75_and_the_run_goes_on_later(
     fault, said, run, disk, reference
 ):
     """At a stop, where the disk is read-only, and at the last step, where it is full."""
-    process = run.start(FAULT=PACE)
-    run.wait_for(process, "checkpoint", 10)
+    process = run.start_until("checkpoint", 10, FAULT=PACE)
     with fault(disk):
         saved = max(run.saved())
         run.wait_until(process, lambda: "not saved" in run.said(), "a warning")

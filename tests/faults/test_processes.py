@@ -155,8 +155,7 @@ def test_row_29_a_frozen_process_is_named(is_ahead, run, reference, tmp_path):
 def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, reference):
     """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
     fault = f"{PACE};step:freeze@15,rank=1"
-    process = run.start(world=2, torchrun=("--shutdown-timeout=30",), FAULT=fault)
-    run.wait_for(process, "step", 14)
+    process = run.start_until("step", 14, world=2, torchrun=("--shutdown-timeout=30",), FAULT=fault)
     frozen = Path(f"/proc/{run.workers(process)[1]}/stat")
     run.wait_until(process, lambda: ") T " in frozen.read_text(), "rank 1 to freeze")
     assert run.stop(process) != 0

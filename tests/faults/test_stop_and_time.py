@@ -42,8 +42,7 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_row_05_sigterm_to_the_launcher(world, run, reference):
     run.flags = NO_ROLLING
-    process = run.start(world=world, FAULT=PACE)
-    run.wait_for(process, "step", 7)
+    process = run.start_until("step", 7, world=world, FAULT=PACE)
     failed = world == 2  # torchrun calls every stop by signal a failure
     assert run.stop(process) == failed
     assert_stopped_cleanly(run, "SIGTERM")
@@ -79,8 +78,7 @@ def test_row_05_sigterm_within_an_evaluation(run, tmp_path):
 def test_row_06_sigterm_to_one_rank(run, reference):
     """Torchrun never hears of it and reports success; world 2 goes on as the same bits."""
     run.flags = NO_ROLLING
-    process = run.start(world=2, FAULT=PACE)
-    run.wait_for(process, "step", 6)
+    process = run.start_until("step", 6, world=2, FAULT=PACE)
     os.kill(run.workers(process)[1], signal.SIGTERM)
     assert run.end_of(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
@@ -92,8 +90,7 @@ def test_row_07_ctrl_c(presses, run):
     """Once and twice save; three times end at once. No process is ever left behind."""
     run.flags = ("--checkpoint_freq=5", "--eval_freq=0", "--max_steps=100000")
     fault = f"{PACE};checkpoint.model.safetensors:sleep1.5@*" if presses > 1 else PACE
-    process = run.start(world=2, FAULT=fault)
-    run.wait_for(process, "checkpoint", 5)
+    process = run.start_until("checkpoint", 5, world=2, FAULT=fault)
     for _ in range(presses):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)  # as a person does; the state waited for is the end, below
@@ -138,8 +135,7 @@ def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
 def test_rows_08_and_09_the_launcher_dies(number, run, reference):
     """The first two kill torchrun at once; the kernel tells the workers, and they save and end."""
     run.flags = NO_ROLLING
-    process = run.start(world=2, FAULT=PACE)
-    run.wait_for(process, "step", 6)
+    process = run.start_until("step", 6, world=2, FAULT=PACE)
     process.send_signal(number)
     assert run.end_of(process) == -number or number == signal.SIGHUP
     assert_stopped_cleanly(run, "SIGHUP" if number == signal.SIGHUP else "SIGTERM")
@@ -164,8 +160,7 @@ def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
 @pytest.mark.parametrize("world", [1, 2])
 def test_files_stop_and_save_are_taken_up(world, run):
     run.flags = FOREVER
-    process = run.start(world=world, FAULT=PACE)
-    run.wait_for(process, "step", 3)
+    process = run.start_until("step", 3, world=world, FAULT=PACE)
     (run.path / "SAVE").touch()
     run.wait_for(process, "checkpoint", 3)
     assert not (run.path / "SAVE").exists()
