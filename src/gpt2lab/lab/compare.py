@@ -167,7 +167,7 @@ def describe_differences(name_a: str, name_b: str, differences: list[Difference]
         if d.se is None or d.p is None:
             tests = ["n/a", "n/a", units, "not testable"]
         else:
-            tests = [f"{d.se:.4f}", f"{d.p:.3f}", units, verdict]
+            tests = [f"{d.se:.4f}", "<0.001" if d.p < 0.0005 else f"{d.p:.3f}", units, verdict]
         rows.append([d.metric, *steps, *numbers, *tests])
     header = ("", "step A", "step B", "A", "B", "B - A", "se", "p", "units", "")
     return (

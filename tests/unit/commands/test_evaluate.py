@@ -224,7 +224,7 @@ def test_the_words_follow_the_criterion(tmp_path):
         text = ask("compare", a, b, folder=tmp_path)
         row = next(line for line in text.splitlines() if line.startswith("acc"))
         assert row.endswith(f"  {verdict}")
-        assert f" {difference.p:.3f} " in row
+        assert f" {difference.p:.3f} ".replace(" 0.000", " <0.001") in row
         assert "within noise: p >= 0.05" in text
 
 
