@@ -1,5 +1,6 @@
 """Checks of a folder of shards: every byte against shards.json, and statistics of its documents."""
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,7 +107,7 @@ def measure_overlap(data: TokenData) -> float:
     """Return the share of the validation split's 16-grams that occur in training, by a million of them at most.
 
     Texts share licences and idioms, so it is not zero for a clean split; far above that of other training documents, it
-    means that validation has been seen. Shorter documents are not looked for. Reads each split once, in little memory.
+    means that validation has been seen. Shorter documents are not looked for; NaN if all are. Reads each split once.
 
     Raises: DataError if a shard cannot be read.
     """
@@ -125,7 +126,7 @@ def measure_overlap(data: TokenData) -> float:
         if len(grams) and len(distinct):
             places = np.minimum(np.searchsorted(distinct, grams), len(distinct) - 1)
             found[places[distinct[places] == grams]] = True
-    return float(counts[found].sum() / max(1, len(wanted)))
+    return float(counts[found].sum() / len(wanted)) if len(wanted) else math.nan
 
 
 def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:

@@ -1,6 +1,7 @@
 """gpt2lab data: verify, stats, show, import, merge; each as a user calls it. And the preparation of ClimbMix."""
 
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -65,6 +66,8 @@ def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(tmp_path, 
     expected = sum(gram in grams for gram in of_val) / len(of_val)
     assert expected > 0.28
     assert measure_overlap(open_data(tmp_path, vocab_size=2**16)) == pytest.approx(expected)
+    np.save(tmp_path / "some_val_000000.npy", val[:15])
+    assert math.isnan(measure_overlap(open_data(tmp_path, vocab_size=2**16)))
 
 
 def test_verify_finds_nothing_wrong_with_what_was_prepared_and_names_each_damaged_file(many):
