@@ -106,7 +106,10 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
     """Return the prediction as text."""
     rate, left = remaining.throughput, remaining.seconds
     spent = fmt.duration(remaining.log.spent_seconds())
-    done = f"{remaining.step:,} of {remaining.last_step:,} steps in {spent}"
+    begins = remaining.log.of_kind("begin")
+    own = remaining.step - (begins[0]["step"] if begins else 0)
+    of = f", {own:,} of them" if own < remaining.step else ""  # a branch's
+    done = f"{remaining.step:,} of {remaining.last_step:,} steps{of} in {spent}"
     trained = fmt.duration(float(np.nansum(remaining.log.column("step_seconds"))))
     speed = "n/a: needs a few more steps"
     if rate is not None:

@@ -246,6 +246,9 @@ def test_milestones_count_the_tokens_that_earlier_starts_trained_with_another_ba
     begun = log.read_text().splitlines()[0].replace('"step": 0', '"step": 400')
     log.write_text(f"{begun}\n")  # a branch before its first step
     assert remaining.estimate_remaining(a_run).step == 400
+    log.write_text(text.replace('"step": 0', '"step": 400', 1))
+    said = remaining.describe_remaining(remaining.estimate_remaining(a_run), 0.0)
+    assert "500 of 1,000 steps, 100 of them in " in said
 
 
 @pytest.mark.parametrize(
