@@ -65,7 +65,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         problem = "status.json is missing or damaged; the next start writes it again"
     if not (run_dir / "config.json").is_file():
         problem = problem or "config.json is missing; a resume writes it again"
-    evals, begin, newest = log.current("eval"), log.last_begin, newest or {}
+    evals, begin, newest = log.evals_of_data(), log.last_begin, newest or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged and problem is None:
         problem = f"damaged checkpoint: {damaged[-1]}"
@@ -87,7 +87,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         step=newest.get("step"),
         last_step=begin["max_steps"] if begin else None,
         loss=newest.get("loss"),
-        val_loss=evals[max(evals)]["val_loss"] if evals else None,
+        val_loss=evals[-1]["val_loss"] if evals else None,
         tokens_per_second=newest.get("tokens_per_second"),
         remaining_seconds=remaining,
         checkpoint_step=infos[-1].step if infos else None,

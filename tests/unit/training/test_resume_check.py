@@ -14,6 +14,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
+from gpt2lab.runs.overview import read_run
 from gpt2lab.training import resume_check
 from gpt2lab.training.resolve import resolve
 from tiny import parse, write_shards
@@ -69,6 +70,7 @@ def test_what_was_changed_is_not_called_unlogged(run, tmp_path, capsys):
     others = ["--resume=3", f"--data_dir={tmp_path / 'others'}", "--stop_after_steps=4"]
     assert re.search(r": data [0-9a-f]{12} -> [0-9a-f]{12};", str(run.rejected(*others)))
     run.train(*others, "--allow_change=data")
+    assert read_run(run.path).val_loss is None, "those before are of other data"
     said = capsys.readouterr().out
     assert "data         other batches from here on: data changed" in said
     assert re.search(r"changed +data: [0-9a-f]{12} -> [0-9a-f]{12}\n", said)
