@@ -193,6 +193,9 @@ class RunClock:
         """Continue from earlier starts: their time counts, and on the same hardware also their pace."""
         log = history.read_log(run_dir)
         self._elapsed_before = log.spent_seconds()
+        begins = log.of_kind("begin")
+        if len({(begin["max_steps"], begin.get("tokens_per_step")) for begin in begins}) > 1:
+            self._expected = None  # the forecast is of another length or batch
         if same_hardware:
             others = [e for e in log.events if e["event"] != "done" and history.stall_of(e)]
             rates = log.column("tokens_per_second")[-MOST_STEPS - WARM_UP :]
@@ -234,9 +237,9 @@ class RunClock:
         on_track = self.is_on_track(left)
         late = "later than the forecast" if self._limit is None else "beyond --max_hours"
         track = "" if on_track is None else f" | {'on time' if on_track else late}"
-        pace = self.progress.pace()
+        pace, done = self.progress.pace(), 1000 * step // self.progress.last_step / 1000
         return (
-            f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
+            f"progress {done:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
             f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
             f"{3600 / pace.value if pace else 0.0:,.0f} steps/h{track}"
         )

@@ -190,6 +190,10 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast(tmp_path):
         resumed = clock(None, ago=50, expected=150.0 + before + spare)
         resumed.take_over(tmp_path, same_hardware=False)
         assert resumed.is_on_track(left) is on_track
+    with open(tmp_path / "metrics.jsonl", "a") as log:
+        log.writelines(lines_of_a_start(3, attempt=2, max_steps=2000))
+    resumed.take_over(tmp_path, same_hardware=False)
+    assert resumed.is_on_track(left) is None, "the forecast is of another length"
     # A pace that is inherited is that of a step of this start: of 524,288 tokens, no more of 64.
     resumed = clock(None, ago=0)
     resumed.take_over(tmp_path, same_hardware=True)
