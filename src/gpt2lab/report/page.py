@@ -209,8 +209,8 @@ def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
     if actual and actual.get("time_accuracy") is None:
         note = "forecast of another length or batch, or without CORE"
     rows.append(("time", fmt.duration, value, bounds, spent, note))
-    if rate.get("value") is not None:
-        median = float(np.nanmedian(log.column("tokens_per_second")))
+    median, _ = log.typical_rate()
+    if rate.get("value") is not None and median is not None:
         bounds = [rate["low"], rate["high"]]
         rows.append(("tokens/s", "{:,.0f}".format, rate["value"], bounds, median, ""))
     needed = (document.get("memory") or {}).get("total")
@@ -219,10 +219,10 @@ def _forecast(run_dir: Path, log: Log) -> list[tuple[Any, ...]]:
         # In the unit of the forecast before a run.
         gib = "{:.2f} GiB".format
         rows.append(("memory", gib, needed / 2**30, None, peak / 2**30, share))
-    loss, evals = document.get("loss") or {}, log.current("eval")
-    measured = evals[max(evals)]["val_loss"] if evals else None
-    if loss.get("value") is not None and measured is not None:
-        note = f"forecast for {loss.get('data', 'this data')}"
+    loss, evals = document.get("loss") or {}, log.evals_of_data()
+    if loss.get("value") is not None and evals:
+        measured, at = evals[-1]["val_loss"], evals[-1]["step"]
+        note = f"at step {at:,}; forecast of the end, for {loss.get('data', 'this data')}"
         bounds = [loss["low"], loss["high"]]
         rows.append(("validation loss", "{:.2f}".format, loss["value"], bounds, measured, note))
     return rows
