@@ -125,7 +125,7 @@ class StepLog:
 
     def announce(self, batch: GlobalBatch, step: int) -> None:
         """Say, once each, what begins with the batch after `step`: an epoch, other weights of a mixture."""
-        self._announce_epoch(batch)
+        self._announce_epoch(batch, step)
         if not isinstance(self._order, Mixture):
             return
         phase = self._order.phase_of(batch.first_sample + batch.samples - 1)
@@ -137,7 +137,7 @@ class StepLog:
         text = ", ".join(f"{share:.2%} {name}" for name, share in shares.items())
         self._logger.say(f"mixture from step {step + 1}: {text}")
 
-    def _announce_epoch(self, batch: GlobalBatch) -> None:
+    def _announce_epoch(self, batch: GlobalBatch, step: int) -> None:
         """Say which epoch begins, or is entered by a resume, and the order of its shards.
 
         Where steps are shown less often than epochs begin, the first is enough.
@@ -155,8 +155,10 @@ class StepLog:
             more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
             kept = self._start.config.data.shuffle == "shards" and batch.epoch == 0
             layout = f"shards{' as on disk' if kept else ''}: {', '.join(shards[:6])}{more}"
+        # Not `start.epochs`: a rewind skips data.
+        end = batch.first_sample + (self._start.plan.max_steps - step) * batch.samples
         self._logger.say(
-            f"epoch {batch.epoch} of {self._start.epochs:.2f} | {order.windows_per_epoch:,} windows | "
+            f"epoch {batch.epoch} of {end / order.windows_per_epoch:.2f} | {order.windows_per_epoch:,} windows | "
             f"shuffle {self._start.config.data.shuffle} | {layout}"
         )
 
