@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gpt2lab import fmt, paths
 from gpt2lab.config.derived import frequencies
 from gpt2lab.config.schema import Config
@@ -110,7 +108,7 @@ def describe_remaining(remaining: Remaining, now: float) -> str:
     own = remaining.step - (begins[0]["step"] if begins else 0)
     of = f", {own:,} of them" if own < remaining.step else ""  # a branch's
     done = f"{remaining.step:,} of {remaining.last_step:,} steps{of} in {spent}"
-    trained = fmt.duration(float(np.nansum(remaining.log.column("step_seconds"))))
+    trained = fmt.duration(remaining.log.seconds_in_steps())
     speed = "n/a: needs a few more steps"
     if rate is not None:
         around = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"

@@ -12,8 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import preset
@@ -153,8 +151,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
             note += f"; MFU {mfu:.1%}"
         tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
         starts = log.last_attempt
-        trained = float(np.nansum(log.column("step_seconds")))
-        note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
+        note = f"{fmt.duration(log.seconds_in_steps())} in steps; {starts} start{'s' if starts > 1 else ''}"
         tiles.append(("time", fmt.duration(log.spent_seconds()), note))
     return tiles
 

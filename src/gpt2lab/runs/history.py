@@ -311,6 +311,10 @@ class Log:
                 return event
         raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
+    def seconds_in_steps(self) -> float:
+        """Return the seconds of all steps of all starts, as `spent_seconds`: also of those that were dropped."""
+        return float(np.nansum(self._table["step_seconds"]))
+
     def spent_seconds(self) -> float:
         """Return the seconds that all starts took together, without the pauses between them."""
         last_rows = dict(zip(self._attempts.tolist(), range(len(self._attempts)), strict=True))

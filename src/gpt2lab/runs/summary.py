@@ -8,8 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import RATES
@@ -29,8 +27,7 @@ def describe_run(run_dir: Path) -> str:
     samples = log.current("sample")
     rows = [*_losses(log)]
     if len(log.numbers):
-        seconds = float(np.nansum(log.column("step_seconds")))
-        (rate, of), spent = log.typical_rate(), fmt.duration(seconds)
+        (rate, of), spent = log.typical_rate(), fmt.duration(log.seconds_in_steps())
         rows.append(("speed", f"{fmt.number(rate, ',.0f')} tokens/s ({of}), {spent} in steps"))
     if samples and max(samples) < log.numbers[-1]:  # that of the last step was just shown
         rows.append((f"sample of {max(samples)}", ""))

@@ -219,7 +219,6 @@ def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir):
     ],
 )
 def test_an_event_of_another_shape_is_left_out_and_named(run_dir, kind, changes):
-    """A traceback would hide every other line of the run."""
     found = [*launch.events(run_dir, kind), {"event": kind, "time": 1.0, "attempt": 2, "step": 4}]
     append(run_dir, **found[0] | changes)
     number = len((run_dir / "metrics.jsonl").read_text().splitlines())
@@ -254,7 +253,6 @@ def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(run_dir, name,
 
 
 def test_peak_memory_is_the_most_of_all_starts(run_dir):
-    """Also of steps that a resume from before them left behind."""
     events = launch.all_events(run_dir)
     for event in events:
         if event["event"] == "step":
@@ -269,7 +267,6 @@ def test_peak_memory_is_the_most_of_all_starts(run_dir):
 
 @pytest.mark.parametrize("last", ["done", "warning"])
 def test_a_complete_run_goes_on_with_more_steps(run_dir, last):
-    """A mirror may warn after the end."""
     if last == "warning":
         append(run_dir, event="warning", message="the mirror is full")
     text = text_of(render(run_dir))

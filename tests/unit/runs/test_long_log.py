@@ -65,6 +65,7 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert log.last_start("step").tolist() == [event["step"] for event in last]
     assert log.farthest_step(2) == 500
     assert log.spent_seconds() == plain_spent_seconds(events)
+    assert log.seconds_in_steps() == pytest.approx(sum(e.get("step_seconds") or 0 for e in events))
     assert log.peak_memory() == 338096128
 
 
