@@ -193,11 +193,9 @@ _HEX = "[0-9a-f]" * 8
 def staged_folder(path: Path) -> Iterator[Path]:
     """Hand out a new folder beside `path`; when the block ends well it is flushed and becomes `path`, in one step.
 
-    Raises: OSError, at once if another process has such a folder; `path` is as it was, and nothing else is left.
+    Raises: OSError; `path` is then as it was, and nothing else is left.
     """
     with temporary_folder(path) as folder:
-        if len([*path.parent.glob(f".{glob.escape(path.name)}.{_HEX}")]) > 1:
-            raise FileExistsError(errno.EEXIST, "another process is writing it", str(path))
         yield folder
         for file in folder.iterdir():
             _sync(file)
