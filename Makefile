@@ -37,7 +37,7 @@ NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
-# Many containers set it; each of the thousands of programs that the tests start would compile our modules anew.
+# Where a container sets it, every program that the tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side on up to four cores; slow ones and runs that are broken on purpose wait a lot, so three of them
 # on any.

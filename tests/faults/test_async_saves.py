@@ -63,17 +63,14 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
 
 def test_row_22_two_ranks_gather_their_shards_for_one_thread(run, reference):
     """zero1's moments are gathered into the buffer; between CPUs its bits are those of ddp."""
-    process = run.start("--parallel=zero1", world=2, FAULT=PACE)
-    assert run.end_of(process) == 0, run.errors()
+    assert run.finish("--parallel=zero1", world=2, FAULT=PACE) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
 def test_row_11_a_rank_dies_while_a_save_is_in_flight(run, reference):
     """Rank 0 first ends the save of step 5, then saves the last complete step."""
     fault = "step:sleep0.1@*;step:kill9@8,rank=1;checkpoint.before_rename:sleep1.5@5"
-    process = run.start(world=2, FAULT=fault)
-    assert run.end_of(process) != 0
-    run.assert_no_process_left(process)
+    assert run.finish(world=2, FAULT=fault) != 0
     assert run.saved() == [5, 7], run.errors()
     assert [e["step"] for e in run.events("checkpoint")] == [5, 7]
     run.resumes_as(reference(2), world=2)

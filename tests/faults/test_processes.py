@@ -69,8 +69,7 @@ def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
 def test_row_12_an_error_in_one_process(rank, run, reference):
     """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""
     run.flags = NO_ROLLING
-    process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
-    assert run.end_of(process) != 0
+    assert run.finish(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}") != 0
     said = run.errors().split("Root Cause")[1]
     assert "RuntimeError: fault point step at step 15" in said
     assert run.saved() == [14]

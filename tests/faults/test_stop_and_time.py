@@ -43,8 +43,7 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
 def test_row_05_sigterm_to_the_launcher(world, run, reference):
     run.flags = NO_ROLLING
     process = run.start_until("step", 7, world=world, FAULT=PACE)
-    failed = world == 2  # torchrun calls every stop by signal a failure
-    assert run.stop(process) == failed
+    assert run.stop(process) == (world == 2)  # torchrun calls every stop by signal a failure
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.saved() == [run.status()["step"]], "nothing else was due: the stop itself saved"
     run.resumes_as(reference(world), world=world)
@@ -104,15 +103,22 @@ def test_row_07_ctrl_c(presses, run):
     assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
 
 
-def test_row_07_ctrl_c_that_ends_a_compiler_too_is_a_stop(run, tmp_path):
-    """A terminal sends it to all processes of a program."""
-    interrupts = 'case "$*" in *main.cpp*|*precompiled*) kill -INT 0; sleep 60;; esac'
-    script = f'#!/bin/sh\n{interrupts}\nexec g++ "$@"\n'
-    compiler = launch.write_program(tmp_path / "compiler", script)
+@pytest.mark.parametrize(("ranks", "code"), [(1, 0), (2, 1)])
+def test_row_07_ctrl_c_that_ends_a_compiler_too_is_a_stop(ranks, code, run, tmp_path):
+    """A terminal sends it to all processes of a program. Several ranks cannot agree on a save within a step."""
+    waits = f'case "$*" in *main.cpp*|*precompiled*) touch {tmp_path}/compiles; sleep 60;; esac'
+    compiler = launch.write_program(tmp_path / "c", f'#!/bin/sh\n{waits}\nexec g++ "$@"\n')
     run.flags = ("--eval_freq=0", "--max_steps=9", "--compile=on")
     own = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    process = run.start(**own)
-    assert run.end_of(process) == 0, run.errors()
+    sharded = (f"--gpus={ranks}", "--parallel=fsdp") if ranks > 1 else ()
+    process = run.start(*sharded, **own)
+    run.wait_until(process, (tmp_path / "compiles").exists, "a compiler")
+    os.killpg(process.pid, signal.SIGINT)
+    assert run.end_of(process) == code, run.errors()
+    if ranks > 1:
+        assert run.errors().splitlines()[-1] == "error: interrupted"
+        assert "Traceback" not in run.errors()
+        return
     status = run.status()
     assert (status["state"], status["reason"], status["step"]) == ("stopped", "SIGINT", 0)
     assert run.resume("--resume=auto", "--compile=off", "--allow_change=compile") == 0

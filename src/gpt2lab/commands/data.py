@@ -9,7 +9,6 @@ gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
 import contextlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +56,11 @@ class Verify:
             return 1
         print(f"every file {'and every source ' if source else ''}matches shards.json")
         overlap = measure_overlap(open_data(folder, vocab_size=None))
-        share = "under 0.1%" if 0 < overlap < 0.0005 else f"{overlap:.1%}"
-        said = f"{share} of the {NGRAM}-grams of validation occur in training"
-        if math.isnan(overlap):
-            said = f"overlap with training n/a: no document of validation has {NGRAM} tokens"
-        print(said)
+        if overlap is None:
+            print(f"overlap with training n/a: no document of validation has {NGRAM} tokens")
+        else:
+            share = "under 0.1%" if 0 < overlap < 0.0005 else f"{overlap:.1%}"
+            print(f"{share} of the {NGRAM}-grams of validation occur in training")
         return 0
 
 

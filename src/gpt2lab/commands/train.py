@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -113,12 +112,8 @@ def run(
             require_gpu(start.config.system.device)
         if sys.stdout.isatty():
             print("loading PyTorch", flush=True)
-    collects = gc.isenabled()
-    gc.disable()  # importing torch takes a tenth less
     from gpt2lab.training.pretrain import pretrain
 
-    if collects:
-        gc.enable()
     pretrain(
         request,
         recipe=recipe,

@@ -1,6 +1,5 @@
 """Checks of a folder of shards: every byte against shards.json, and statistics of its documents."""
 
-import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,11 +102,12 @@ _GRAMS = 1_000_000  # of the validation split that are looked for
 _FILTER_BITS = 26
 
 
-def measure_overlap(data: TokenData) -> float:
+def measure_overlap(data: TokenData) -> float | None:
     """Return the share of the validation split's 16-grams that occur in training, by a million of them at most.
 
     Texts share licences and idioms, so it is not zero for a clean split; far above that of other training documents, it
-    means that validation has been seen. Shorter documents are not looked for; NaN if all are. Reads each split once.
+    means that validation has been seen. Shorter documents are not looked for; None if all are shorter. Reads each split
+    once, in little memory.
 
     Raises: DataError if a shard cannot be read.
     """
@@ -126,7 +126,7 @@ def measure_overlap(data: TokenData) -> float:
         if len(grams) and len(distinct):
             places = np.minimum(np.searchsorted(distinct, grams), len(distinct) - 1)
             found[places[distinct[places] == grams]] = True
-    return float(counts[found].sum() / len(wanted)) if len(wanted) else math.nan
+    return float(counts[found].sum() / len(wanted)) if len(wanted) else None
 
 
 def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:

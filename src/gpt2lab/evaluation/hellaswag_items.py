@@ -53,29 +53,32 @@ def fetch_hellaswag(
     sha256: str = SHA256,
     connect_seconds: float = _CONNECT_SECONDS,
 ) -> Path:
-    """Return the file of the validation set; download it if it is missing.
+    """Return the file of the validation set; download it if it is missing. Its hash must be that of the original.
 
-    The hash is compared and the bytes are flushed before one rename gives the file its name. A truncated or altered
-    download leaves no file.
+    The bytes of a download are flushed before one rename gives the file its name. A truncated or altered one leaves no
+    file.
 
     Raises: DataError in one line that tells how to download it by hand.
     """
     path = path or paths.from_repository(DEFAULT_PATH)
     command = f"curl -L --create-dirs -o {paths.display_path(path)} {url}"
     by_hand = f"download it yourself ({command}) or give --hellaswag_path"
-    if is_here := path.exists():  # perhaps of a download by hand that broke off
+
+    def require_original(content: bytes, source: object, what_then: str) -> None:
+        if (found := hashlib.sha256(content).hexdigest()) != sha256:
+            raise DataError(
+                f"{source}: {len(content):,} bytes with sha256 {found[:12]}..., expected {sha256[:12]}...: truncated "
+                f"or altered, {what_then}; {by_hand}"
+            )
+
+    if path.exists():  # perhaps a download by hand that broke off
         with system_errors_as(DataError, path, what="cannot be read", fix=by_hand):
-            content = read_regular(path, at_most=2 * NUM_BYTES, follow=True)
-    else:
-        content = _download(url, connect_seconds, by_hand)
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise DataError(
-            f"{path if is_here else url}: {len(content):,} bytes with sha256 {found[:12]}..., expected "
-            f"{sha256[:12]}...: truncated or altered, {'delete it' if is_here else 'not kept'}; {by_hand}"
-        )
-    if is_here:
+            require_original(
+                read_regular(path, at_most=2 * NUM_BYTES, follow=True), path, "delete it"
+            )
         return path
+    content = _download(url, connect_seconds, by_hand)
+    require_original(content, url, "not kept")
     with system_errors_as(DataError, path, what="cannot be written", fix=by_hand):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, content)

@@ -402,7 +402,7 @@ def describe_results(document: Mapping[str, Any]) -> str:
         "compute-optimal, by 6 N D",
         fmt.table(["FLOPs", *best], frontier),
         "",
-        "in brackets: 80 % of the bootstrap; of few rungs or single seeds, the true E above all is outside more often",
+        "In brackets: 80 % of bootstrap samples. With few rungs or single seeds, fewer hold the truth, E's fewest.",
     ]
     lines += [_describe_rate(row) for row in document["rates"]]
     if document["prediction"] is not None:

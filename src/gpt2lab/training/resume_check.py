@@ -175,8 +175,8 @@ def _compare_batches(
         if found != event["batch_hash"]:
             raise CheckpointError(
                 f"step {step} would read another batch than the one logged (sha256 {str(found)[:12]}, logged "
-                f"{event['batch_hash'][:12]}): the data changed or metrics.jsonl is of another run; restore them. "
-                f"To train on changed data, gpt2lab data import writes their shards.json; then --allow_change data"
+                f"{event['batch_hash'][:12]}): the data changed or metrics.jsonl is of another run; restore them, "
+                f"or let gpt2lab data import write a shards.json for the new data and resume with --allow_change data"
             )
         compared.append(step)
     return compared
