@@ -185,9 +185,9 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        *("", "no_such_run", "RUN RUN", "RUN --out x.pdf", "RUN --out nowhere/x.png", "EMPTY"),
+        *("", "RUN RUN", "RUN --out x.pdf", "RUN --out nowhere/x.png", "EMPTY"),
         *("--speeds none.json", "--speeds none.json --out x.svg"),
-        "--speeds none.json --out x.svg --log x",
+        *("no_such_run --checkpoint_dir EMPTY", "--speeds none.json --out x.svg --log x"),
         "--speeds none.json --ladder EMPTY --out x.svg",
         "--speeds none.json --compare b --out x.svg",
         *("--ablation EMPTY", "--ablation EMPTY --x step", "RUN --ablation EMPTY"),

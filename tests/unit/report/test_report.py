@@ -305,8 +305,8 @@ def test_many_samples_are_spread_over_the_run(run_dir):
 @pytest.mark.parametrize(
     "words",
     [
-        *("", "RUN RUN", "no_such_run", "RUN --out x.pdf", "RUN --out nowhere/x.html"),
-        *("EMPTY", "DAMAGED"),
+        *("", "RUN RUN", "RUN --out x.pdf", "RUN --out nowhere/x.html"),
+        *("EMPTY", "DAMAGED", "no_such_run --checkpoint_dir EMPTY"),
     ],
 )
 def test_a_report_that_cannot_be_written_is_one_line(run_dir, tmp_path, words, wording):
