@@ -123,10 +123,10 @@ def test_clean_never_touches_data_or_checkpoints(tmp_path):
 def test_ci_runs_what_the_readme_begins_with():
     ci = (REPOSITORY / ".ci" / "run").read_text()
     (parts,) = re.findall(r"\|\| set -- (.+)", ci)
-    assert parts.split() == ["lint", "test-core", "test", "test-slow", "test-faults", "quickstart"]
+    assert parts.split() == ["lint", "quickstart", "test-core", "test", "test-slow", "test-faults"]
     (made,) = re.findall(r"^    ([\w |-]+)\) make \"\$part\"", ci, re.M)
-    assert made.split(" | ") == parts.split()[:-1]
-    assert re.findall(r"^make (\S+)", ci, re.M) == ["quickstart"]
+    assert made.split(" | ") == [part for part in parts.split() if part != "quickstart"]
+    assert re.findall(r"^    make (\S+)", ci, re.M) == ["quickstart"]
 
 
 @pytest.mark.parametrize(
