@@ -53,8 +53,8 @@ def number(value: float | None, layout: str = ".4f") -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Format a count of things: `1 checkpoint`, `2 checkpoints`."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+    """Format a count of things: `1 checkpoint`, `2,000 checkpoints`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def steps(first: int, last: int) -> str:

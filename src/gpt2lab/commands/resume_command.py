@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         say(f"changed: {name} {before} -> {now}")
     if start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
-        say(f"note: all {start.plan.max_steps} steps are done; {hint}")
+        say(f"note: the run is complete; {hint}")
     print(write(job, output=flags.output))
     return 0
 

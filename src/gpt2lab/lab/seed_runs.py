@@ -417,7 +417,7 @@ def _run_one(
     if is_complete:
         say(f"{label}: complete")
         return
-    say(f"{label}: {max_steps:,} steps, {tokens:,} tokens")
+    say(f"{label}: {fmt.number_of(max_steps, 'step')}, {tokens:,} tokens")
     code, stderr = trainers.run(run)
     if code:
         reason = last_line(stderr)

@@ -138,7 +138,7 @@ class Evaluator:
         assert self.hellaswag is not None
         began = time.monotonic()
         with self.weights(
-            state, f"answering {self.hellaswag.num_items:,} items of HellaSwag"
+            state, f"answering {fmt.number_of(self.hellaswag.num_items, 'item')} of HellaSwag"
         ) as model:
             results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
@@ -152,7 +152,7 @@ class Evaluator:
         )
         took = fmt.duration(seconds)
         self.logger.say(
-            f"{self.step_of(state)} | HellaSwag {scores} on {results.n:,} items | {took}"
+            f"{self.step_of(state)} | HellaSwag {scores} on {fmt.number_of(results.n, 'item')} | {took}"
         )
         return True
 

@@ -96,9 +96,8 @@ def pretrain(
         start = start or _resolve(request, recipe, runtime, planner, observers, open_core)
         if start.is_complete:
             if runtime.rank == 0:
-                steps = start.plan.max_steps
                 print(
-                    f"{start.run_dir.name}: already complete after {steps} steps; nothing to do "
+                    f"{start.run_dir.name}: already complete at step {start.plan.max_steps}; nothing to do "
                     f"(--max_steps N --allow_change max_steps trains longer)"
                 )
             observers.resolved(start, runtime, signals)

@@ -500,7 +500,7 @@ def _check_length(start: Start) -> None:
     warmup = start.config.optim.warmup_steps
     if warmup is not None and warmup > start.plan.max_steps:
         raise ConfigError(
-            f"warmup_steps {warmup} is longer than the run of {start.plan.max_steps} steps; lower it"
+            f"warmup_steps {warmup} is more than max_steps {start.plan.max_steps}; lower it"
         )
     done = start.checkpoint.step if start.checkpoint else 0
     stop = start.stop_after_steps

@@ -206,7 +206,7 @@ def _summary(components: Components) -> str:
         "batch": f"{plan.batch.tokens:,} tokens a step, {plan.batch.micro_batch} sequences at a time"
         f"{f' on each of {ranks} processes' if ranks > 1 else ''}, {environment['dtype']} on {environment['device']}"
         + plan.why_batch,
-        "schedule": f"{plan.max_steps:,} steps, {start.tokens:,} tokens, {start.epochs:.2f} epochs; "
+        "schedule": f"{fmt.number_of(plan.max_steps, 'step')}, {start.tokens:,} tokens, {start.epochs:.2f} epochs; "
         f"learning rate {describe_rates(start.config.optim)}",
     }
     return "\n".join(f"{name:<14} {text}" for name, text in rows.items())

@@ -347,7 +347,7 @@ def test_data_that_were_moved_are_asked_for(place):
     code, line = ask("evaluate.py", "tiny", "--device=cpu", folder=place)
     assert (code, line.endswith("if they were moved, say where with --val")) == (2, True)
     moved = call(TRAIN, *resume, f"--data_dir={place / 'elsewhere'}")
-    assert moved.stdout.startswith("tiny: already complete after 1 steps; nothing to do (")
+    assert moved.stdout.startswith("tiny: already complete at step 1; nothing to do (")
 
 
 def test_a_deleted_newest_checkpoint_is_missed(place):
@@ -427,7 +427,7 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     assert sorted(path.name for path in (runs / "archive" / "tiny").rglob("*")) == before
     (runs / "archive" / "tiny").rename(runs / "tiny")
     again = call(TRAIN, *("--checkpoint_dir", runs, "--run_name=tiny", "--resume=latest"))
-    assert again.stdout.startswith("tiny: already complete after 4 steps; nothing to do (")
+    assert again.stdout.startswith("tiny: already complete at step 4; nothing to do (")
     shutil.copytree(runs / "tiny", runs / "archive" / "tiny")
     done = runs_command(place, "archive", "tiny", "--yes")
     assert (done.returncode, "is there already" in done.stderr) == (2, True)
