@@ -8,26 +8,17 @@ set -uo pipefail
 MAX_CRASHES=${MAX_CRASHES:-5}    # in a row without a new checkpoint: then something is wrong that a restart cannot cure
 PAUSE=${PAUSE:-10}               # seconds between starts
 
-name="" folder="$(cd "$(dirname "$0")/.." && pwd)/checkpoints"
-for ((i = 1; i <= $#; i++)); do
-    next=$((i + 1))
-    case "${!i}" in
-        --run_name=*) name=${!i#*=} ;;
-        --run_name) name=${!next:-} ;;
-        --checkpoint_dir=*) folder=${!i#*=} ;;
-        --checkpoint_dir) folder=${!next:-} ;;
-        --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;;
-    esac
+for word in "$@"; do
+    case "$word" in --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;; esac
 done
-[[ -n $name ]] || { echo "error: the command needs --run_name: a restart must find its run" >&2; exit 2; }
-status="$folder/$name/status.json"
 
 field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$status" 2>/dev/null; }
 
-# The trainer writes here with which of its own exit codes it rejected a start: torchrun reports 1 for all.
-GPT2LAB_EXIT_CODE_FILE=$(mktemp) || exit 2
-export GPT2LAB_EXIT_CODE_FILE
-trap 'rm -f "$GPT2LAB_EXIT_CODE_FILE"' EXIT
+# The trainer writes here where the status.json of this start is, and with which of its own exit codes it rejected a
+# start: torchrun reports 1 for all.
+said=$(mktemp -d) || exit 2
+export GPT2LAB_STATUS_FILE="$said/status" GPT2LAB_EXIT_CODE_FILE="$said/code"
+trap 'rm -rf "$said"' EXIT
 
 child="" asked=""
 ask() { asked=$1; [[ -n $child ]] && kill -s "$1" "$child" 2>/dev/null; }
@@ -35,23 +26,26 @@ trap 'ask INT' INT
 trap 'ask TERM' TERM
 trap 'ask HUP' HUP
 
-crashes=0 newest="" seen=""
+crashes=0 newest="" status=""
 while true; do
-    before=$(cksum "$status" 2>/dev/null)
-    [[ -e $status ]] && seen=1
-    if [[ -n $seen && ! -e $status ]]; then  # --resume auto would begin it anew
-        echo "error: $folder/$name: moved or deleted; put it back (if it was moved) and start again" >&2
+    if [[ -n $status && ! -e $status ]]; then  # --resume auto would begin it anew
+        echo "error: ${status%/*}: moved or deleted; put it back (if it was moved) and start again" >&2
         exit 75
     fi
+    : >"$GPT2LAB_STATUS_FILE"
     : >"$GPT2LAB_EXIT_CODE_FILE"
     "$@" --resume auto &
     child=$!
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done  # a trapped signal ends wait, not the child
-    [[ $(cksum "$status" 2>/dev/null) != "$before" ]] && state=$(field state) || state=""
+    state=""
+    if [[ -s $GPT2LAB_STATUS_FILE ]]; then  # else this start was rejected, or had nothing to do
+        status=$(<"$GPT2LAB_STATUS_FILE")
+        state=$(field state)
+    fi
     case "$state" in
         completed | stopped) exit 0 ;;
     esac
-    [[ -z $state && $code -eq 0 ]] && exit 0  # complete before this start: nothing was written
+    [[ -z $state && $code -eq 0 ]] && exit 0  # complete before this start
     [[ -n $asked ]] && exit "$code"
     verdict=$code
     [[ $state == failed ]] && verdict=$(field exit_code)
@@ -59,7 +53,6 @@ while true; do
     case "$verdict" in
         2 | 75 | 76) echo "error: exit code $verdict: a restart would meet the same" >&2; exit "$verdict" ;;
     esac
-    [[ -e $status ]] && seen=1
     [[ $(field checkpoint) == "$newest" ]] && crashes=$((crashes + 1)) || crashes=1
     newest=$(field checkpoint)
     if ((crashes >= MAX_CRASHES)); then

@@ -20,14 +20,18 @@ UNTIL_DONE, SLURM = (str(launch.SCRIPTS / f"{name}.sh") for name in ("run_until_
 
 
 def test_run_until_done_starts_again_after_a_kill(run, reference):
-    script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, run.argv(), world=1)]
-    process = run.run_command(script, PAUSE="0", FAULT=PACE)
+    # Bash does not read the ~: only the trainer knows where the run is.
+    argv = [word.replace(f"={run.folder}", "=~") for word in run.argv()]
+    script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, argv, world=1)]
+    how = {"PAUSE": "0", "HOME": str(run.folder)}
+    process = run.run_command(script, FAULT=PACE, **how)
     run.wait_for(process, "step", 7)
     os.kill(run.status()["pid"], signal.SIGKILL)
     assert run.end_of(process) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [5]
     run.assert_equals(reference(1))
-    assert subprocess.run(script, env=launch.environment(), timeout=60).returncode == 0
+    again = subprocess.run(script, env=launch.environment(**how), timeout=60)
+    assert again.returncode == 0
 
 
 def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
@@ -77,9 +81,8 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     marks, away = run.folder / "starts", run.folder / "away"
     status = '{\n "state": "running",\n "checkpoint": null\n}'
     crash = f"mkdir '{run.path}'; echo '{status}' > '{run.path}/status.json'"
+    crash += f"; echo '{run.path}/status.json' > $GPT2LAB_STATUS_FILE"
     lines = f"echo start >> '{marks}'; {crash}; mv '{run.path}' '{away}'; exit 1"
-    run.path.mkdir(parents=True)
-    (run.path / "status.json").write_text(status)
     process = run.run_command([UNTIL_DONE, "bash", "-c", lines, *run.argv()], PAUSE="0")
     assert run.end_of(process) == 75
     assert f"error: {run.path}: moved or deleted; put it back" in run.errors()
@@ -103,15 +106,14 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
     [
         *(("stopped", "max_hours", True), ("stopped", "STOP file", False)),
         *(("stopped", "stop_after_steps", False), ("stopped", "early stopping", False)),
-        ("failed", "a process died", True),
+        *(("stopped", "stop_at", False), ("failed", "a process died", True)),
     ],
 )
 def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, reason, goes_back):
-    run.path.mkdir(parents=True)
     status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
     (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")
     for name, does in (
-        ("torchrun", f"cp '{tmp_path}/said.json' '{run.path}/status.json'"),
+        ("torchrun", f"echo '{tmp_path}/said.json' > $GPT2LAB_STATUS_FILE"),
         ("scontrol", f"touch '{tmp_path}/is_back'"),
     ):
         launch.write_program(tmp_path / name, f"#!/bin/sh\n{does}\n")

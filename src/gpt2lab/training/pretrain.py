@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_items import load_questions
+from gpt2lab.files import replace_durably
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
@@ -279,6 +281,8 @@ def _train(
                 run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
                 extensions.started(run)
             runtime.on_rank_zero(lambda: record_start(components, folder, logger))
+            if runtime.local_rank == 0:
+                _tell_script(start)
             clock = _open_clock(components, folder, logger, began)
             session = Session(folder, logger, control, heartbeat, clock, extensions.updating, peak)
             reason, step = _run_to_end(components, session)
@@ -296,6 +300,13 @@ def _train(
                 logger.say(summary.describe_run(start.run_dir))
             except (GPT2LabError, OSError) as error:  # the run itself is complete
                 logger.say(f"warning: no summary of the run: {error}")
+
+
+def _tell_script(start: Start) -> None:
+    """Tell the script that starts runs again, on each machine, where this start writes how it ended."""
+    if path := os.environ.get("GPT2LAB_STATUS_FILE"):
+        with contextlib.suppress(OSError):
+            replace_durably(Path(path), f"{(start.run_dir / 'status.json').absolute()}\n")
 
 
 def _run_to_end(components: Components, session: Session) -> tuple[str | None, int]:
