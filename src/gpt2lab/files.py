@@ -349,9 +349,17 @@ class JsonFile:
         Raises: `error`.
         """
         try:
-            found = parse_json(read_regular(self.path, at_most=self.at_most, follow=self.follow))
+            return self.parse(read_regular(self.path, at_most=self.at_most, follow=self.follow))
         except OSError as error:
             raise self.error(f"{self.path}: {error.strerror}") from error
+
+    def parse(self, content: bytes) -> dict[str, Any]:
+        """Return the object in the file's content, whose numbers are finite.
+
+        Raises: `error`.
+        """
+        try:
+            found = parse_json(content)
         except ValueError as error:
             raise self.rejected(f"not readable as JSON ({error})") from error
         if not isinstance(found, dict):

@@ -128,7 +128,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises: CheckpointError naming the file and what is wrong.
     """
     file = JsonFile(folder / MANIFEST, CheckpointError, at_most=MAX_MANIFEST_BYTES)
-    manifest = file.read()
+    manifest = check_manifest(file, file.read())
+    if folder.name.startswith("step_") and folder.name != folder_name(manifest["step"]):
+        raise CheckpointError(
+            f"{folder}: holds step {manifest['step']}; a copied or renamed folder"
+        )
+    return manifest
+
+
+def check_manifest(file: JsonFile, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest in a file after checking its own hash and the names in it.
+
+    Raises: CheckpointError naming the file and what is wrong.
+    """
     file.check(manifest, {"format": TEXT, "manifest_sha256": TEXT})
     if manifest["format"] != FORMAT:
         raise file.rejected(f"format {manifest['format']!r}, this version reads {FORMAT!r}")
@@ -145,10 +157,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         where = f"{name}: "
         file.check({name: written}, {name: OBJECT})
         file.check(written, {"bytes": COUNT, "sha256": HASH}, where=where)
-    if folder.name.startswith("step_") and folder.name != folder_name(manifest["step"]):
-        raise CheckpointError(
-            f"{folder}: holds step {manifest['step']}; a copied or renamed folder"
-        )
     return manifest
 
 

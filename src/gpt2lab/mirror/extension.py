@@ -274,6 +274,10 @@ def check_mirror(url: str, run_dir: Path, request: RunRequest) -> str | None:
     Raises: ConfigError.
     """
     mirror = connect(url, run_dir.name)
+    if mirror.is_at(run_dir):
+        raise ConfigError(
+            f"checkpoint_mirror {url}: holds the run itself, {run_dir}; choose a folder on another disk"
+        )
     # A run that starts from the beginning owns none: it would delete the copies of its earlier checkpoints.
     is_resumed = request.resume is not None and catalog.has_checkpoints(run_dir)
     own = run_id(run_dir) if is_resumed else None

@@ -166,6 +166,10 @@ class Mirror:
             raise answers[0]
         return answers[0]
 
+    def is_at(self, folder: Path) -> bool:
+        """Tell whether the copies would lie in a folder of this machine."""
+        return self._is_local and Path(self._root).resolve() == folder.resolve()
+
     def list_copies(self) -> tuple[list[Copy], list[str]]:
         """Return the complete copies, newest first, and a line for each one that cannot be used."""
         copies, problems = [], []
@@ -194,13 +198,12 @@ class Mirror:
 
     def _read_copy(self, name: str) -> Copy:
         where = f"{self.url}/{name}"
-        with tempfile.TemporaryDirectory() as folder:
-            data = self.fs.cat_file(f"{self._root}/{name}/{MANIFEST}", end=MAX_MANIFEST_BYTES + 1)
-            Path(folder, MANIFEST).write_bytes(data)
-            try:
-                manifest = manifests.read_manifest(Path(folder))
-            except CheckpointError as error:
-                raise CheckpointError(str(error).replace(folder, where)) from error
+        data = self.fs.cat_file(f"{self._root}/{name}/{MANIFEST}", end=MAX_MANIFEST_BYTES)
+        file = JsonFile(Path(MANIFEST), CheckpointError)
+        try:
+            manifest = manifests.check_manifest(file, file.parse(data))
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}/{error}") from error
         if copy_name(manifest) != name or manifest.get("run", self.run) != self.run:
             raise CheckpointError(f"{where}: holds another checkpoint than its name says")
         return Copy(name, manifest)

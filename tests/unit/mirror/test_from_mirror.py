@@ -164,6 +164,12 @@ def test_a_run_that_lost_its_log_is_told_what_to_do(mirrored, run):
     assert mirrored.losses() == run.losses()
 
 
+def test_a_mirror_that_is_the_runs_own_folder_is_rejected_before_anything_is_written(run, wording):
+    error = run.rejected(f"--checkpoint_mirror=file://{run.path.parent}", kind=ConfigError)
+    assert wording(error)
+    assert not run.path.exists()
+
+
 @pytest.mark.usefixtures("mirrored")
 def test_another_run_of_the_name_is_rejected_before_anything_is_written(there, bucket):
     before = {path: path.stat().st_mtime_ns for path in bucket.rglob("*")}

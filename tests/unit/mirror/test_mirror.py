@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -55,13 +56,14 @@ def copied(run_dir, bucket) -> Copied:
     return Copied(mirror, folder, copy, bucket / "run" / copy.name)
 
 
-def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(url, run_dir, fresh):
+def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(url, run_dir, fresh, monkeypatch):
     mirror = connect(url, "run")
     assert mirror.list_copies() == ([], [])
     first, second = commit(run_dir, 1), commit(run_dir, 2)
     catalog.set_label(run_dir, "best", 1)
     (run_dir / "estimate.json").write_text('{"seconds": 3}')
     copy_to(mirror, first, second)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")  # a job's own, which ended with the job
     newest, older = connect(url, "run").list_copies()[0]
     for copy, source in ((newest, second), (older, first)):
         assert contents(mirror.fetch(copy, fresh)) == contents(source)
