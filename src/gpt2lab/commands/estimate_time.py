@@ -111,10 +111,13 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         extra += [f"{'data':<12} {advice}"]
     extra.append(alternatives.learning_rate_line(job.config, request))
     batch = job.config.batch.total_batch_size
+    steps = dict.fromkeys(round(share * job.max_steps) for share in remaining.MILESTONES)
     milestones = [
-        remaining.milestone(at, found.seconds.scaled(share), tokens=at * batch, now=begins)
-        for share in remaining.MILESTONES
-        if (at := round(share * job.max_steps)) > 0
+        remaining.milestone(
+            at, found.seconds.scaled(at / job.max_steps), tokens=at * batch, now=begins
+        )
+        for at in steps
+        if at > 0
     ]
     document = reports.estimate_as_json(
         found,
@@ -192,7 +195,17 @@ def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
         ]
         for gpu in known.gpus.values()
     ]
-    header = ["card", "bf16 TFLOP/s", "best matmul", "GiB", "GB/s", "link", "$/h", "price of", ""]
+    header = [
+        "card",
+        "bf16/fp16 TFLOP/s",
+        "best matmul",
+        "GiB",
+        "GB/s",
+        "link",
+        "$/h",
+        "price of",
+        "",
+    ]
     cards = fmt.table(header, rows)
     links = known.links.values()
     rows = [[link.name, number(link.rate(2**25), 1e9, 1), link.title] for link in links]

@@ -279,12 +279,13 @@ def preset_settings(
         if not typed_mode:
             chosen["activation_checkpointing"] = job.recompute
     found = _on_card(job, gpu, known)
-    need = found.memory
+    need, speed = found.memory, found.throughput
+    rate = f", expect {speed.value:,.0f} tokens/s ({speed.low:,.0f} ... {speed.high:,.0f}, 80 %)"
+    rate = rate if job.dtype != "fp32" else ""  # of which no data sheet here has one
     say(
         f"--preset {name}: mini_batch_size {job.micro_batch}, activation_checkpointing "
         f"{job.recompute}, {need.needed / GIB:.1f} of "
-        f"{(need.available or 0) / GIB:.1f} GiB, expect {found.throughput.value:,.0f} tokens/s "
-        f"({found.throughput.low:,.0f} ... {found.throughput.high:,.0f}, 80 %)"
+        f"{(need.available or 0) / GIB:.1f} GiB{rate}"
     )
     if need.fits is False:
         say(

@@ -245,12 +245,15 @@ def _gpu_prior(
     name: str, gpu: Gpu | None, hardware: Hardware, job: Job, *, is_measured: bool
 ) -> tuple[Rates, str]:
     """Return a GPU's rates before any run like the job was measured, and their source in words."""
-    if gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
+    is_known = gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None
+    if (
+        gpu is not None and is_known and job.dtype != "fp32"
+    ):  # of which data sheets here say nothing
         rates = timing.roofline(gpu, hardware, compiled=job.compiled)
         return rates, f"hardware.json version {hardware.version}"
     if not is_measured:
         raise NoSourceError(
-            f"gpu {name!r} is not in hardware.json and no run on it was measured here: "
+            f"gpu {name!r}: no rate of {job.dtype} in hardware.json, and no run on it was measured here: "
             f"gpt2lab estimate --measure"
         )
     reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)

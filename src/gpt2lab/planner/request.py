@@ -30,7 +30,7 @@ from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order
 from gpt2lab.distributed.processor import unseen_gpus
-from gpt2lab.errors import ConfigError, raise_problems
+from gpt2lab.errors import ConfigError, NoSourceError, raise_problems
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
@@ -378,6 +378,11 @@ class Predictor:
         if kind not in self._machines:
             if self.gpu is None:
                 found = calibration.this_machine(self.detected, self.hardware, self.records, job)
+            elif job.dtype == "fp32":
+                raise NoSourceError(
+                    f"gpu {self.gpu.name}: no rate of fp32 with a source, only of {self.gpu.dtype}; "
+                    f"--dtype {self.gpu.dtype}, or --measure it there"
+                )
             else:
                 found = named(
                     self.gpu,

@@ -115,7 +115,7 @@ REFUSALS = {
         "--gpu=RTX-4090 --model=gpt2-xl",
         "--gpu=RTX-4090 --mini_batch_size=64",
     ],
-    4: ["--gpu=H1000", "--gpu=XYZ", "--gpu="],
+    4: ["--gpu=H1000", "--gpu=XYZ", "--gpu=", "--gpu=H100 --dtype=fp32"],
 }
 
 
@@ -190,7 +190,7 @@ def test_settings_that_make_no_sense_together_are_named(tmp_path):
 
 def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):
     data = write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
-    shape = [flag for flag in TINY if not flag.startswith(("--device", "--val_tokens"))]
+    shape = [flag for flag in TINY if not flag.startswith(("--d", "--val_tokens"))]
     flags = [*shape, "--gpu=H100", "--epochs=3", f"--data_dir={data}"]
     answer = ask(tmp_path, *flags, "--json")
     found = json.loads(answer.stdout)

@@ -60,6 +60,7 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(ti
 ENDLESS = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
 
 
+@pytest.mark.slow
 def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(tiny_flags, tmp_path):
     run_dir = tmp_path / "runs" / "tiny"
     train([*tiny_flags, *ENDLESS, "--max_hours=0.001"])
@@ -227,6 +228,7 @@ def test_a_forecast_counts_the_evaluation_of_the_mean_of_the_last_weights():
     assert [job.count("eval") for job in jobs] == [4, 5]  # at 0, 4, 8 and 9
 
 
+@pytest.mark.slow
 def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path):
     job = small_job("modern-nano", activation_checkpointing="block")
     trial = measuring.run_trial(job, tmp_path, seconds=0.9 * MARGIN_SECONDS)
