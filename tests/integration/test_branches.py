@@ -9,6 +9,7 @@ import pytest
 
 import launch
 from gpt2lab.errors import GPT2LabError
+from gpt2lab.report import curves
 from gpt2lab.report.page import render
 from gpt2lab.runs import history
 from gpt2lab.runs.overview import lineage
@@ -51,9 +52,14 @@ def test_an_unchanged_branch_is_the_run_itself_and_leaves_it_alone(trunk):
     assert resume["verified_lr"] == RATE
     assert found.events("step")[0]["attempt"] == 1
     assert [event["step"] for event in found.events("eval")] == [12, 16, 20]
+    places = curves._Places(history.read_log(found.path)).of([8, 9])
+    assert places["tokens"].tolist() == [
+        8 / 9 * found.steps()[9]["tokens"],
+        found.steps()[9]["tokens"],
+    ]
 
 
-@pytest.mark.parametrize(("world", "mode"), [(1, None), (2, "ddp"), (2, "zero1")])
+@pytest.mark.parametrize(("world", "mode"), [(1, None), *launch.slow((2, "ddp"), (2, "zero1"))])
 def test_a_branch_of_the_last_step_is_a_plain_continuation(trunk, tmp_path, world, mode):
     longer = ("--max_steps=26", "--allow_change=max_steps")
     run = Run(trunk.path, tmp_path)

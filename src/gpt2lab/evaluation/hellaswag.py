@@ -36,7 +36,7 @@ class HellaSwag:
         metrics: HellaSwagMetrics = "all",
         batch_tokens: int | None = None,
     ) -> None:
-        self.num_items = len(questions)
+        self.num_items, self._context_length = len(questions), context_length
         self._questions, self._strategy = questions, strategy
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
         sequences = (item for style in self._styles for item in questions.sequences[style])
@@ -50,7 +50,7 @@ class HellaSwag:
         """Return which items each metric gets right; each rank computes a part, and all get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
-        does. `acc_token_norm`: per token, on the tutorial's text, so it costs as much as the other two together.
+        does. `acc_token_norm`: per scored token, on the tutorial's text, so it costs as much as the other two together.
         Log-probabilities are fp32, over the real ids only. Of equal scores the first ending is taken, as numpy's
         argmax does for the harness. None if `interrupted`, called before each batch, returned True.
 
@@ -62,11 +62,15 @@ class HellaSwag:
         if sums is None:
             return None
         by_style = sums.reshape(shape)
-        return judge(self._questions, dict(zip(self._styles, by_style, strict=True)))
+        by_name = dict(zip(self._styles, by_style, strict=True))
+        return judge(self._questions, by_name, context_length=self._context_length)
 
 
-def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
-    """Turn the summed log-probabilities (N, 4) of each text into right or wrong, 1.0 or 0.0, for its metrics."""
+def judge(questions: Questions, sums: dict[Style, np.ndarray], *, context_length: int) -> Results:
+    """Turn the summed log-probabilities (N, 4) of each text into right or wrong, 1.0 or 0.0, for its metrics.
+
+    Of an ending that is longer than the context only the last `context_length` tokens have one.
+    """
     scores = {}
     # An ending that was all brackets has no characters.
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -74,7 +78,9 @@ def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
             scores["acc"] = sums["harness"]
             scores["acc_norm"] = sums["harness"] / questions.ending_chars
         if "tutorial" in sums:
-            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths("tutorial")[:, 1:]
+            scores["acc_token_norm"] = sums["tutorial"] / np.minimum(
+                questions.lengths("tutorial")[:, 1:], context_length
+            )
     return Results(
         kind="hellaswag",
         units={"n": len(questions), "items": questions.fingerprint},

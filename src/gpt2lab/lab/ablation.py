@@ -140,7 +140,7 @@ class Ablation:
             "max_seeds": self.max_seeds,
             "runs": len(runs),
             "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
-            "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
+            "step_seconds": sum(log.seconds_in_steps() for log in logs),
         }
         diverged = diverged_sentences(rows)
         verdicts: dict[str, str] = {one.setting: one.verdict for one in comparisons}

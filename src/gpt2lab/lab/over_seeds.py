@@ -216,7 +216,8 @@ def comparison_table(found: Sequence[Comparison], *, smallest: float = SMALLEST)
     rows = [header]
     for one in found:
         seeds, units, need = one.over_seeds, one.over_units, one.seeds_needed
-        row = [one.setting, one.verdict, str(seeds.seeds), f"{seeds.mean:+.4f}"]
+        shown = one.sequential or seeds
+        row = [one.setting, one.verdict, str(shown.seeds), f"{shown.mean:+.4f}"]
         if one.sequential:
             row.append(_show(one.sequential.low, one.sequential.high))
         else:

@@ -201,9 +201,9 @@ class _Places:
 
     def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
         x, numbers = np.fromiter(steps, float), self._log.numbers
-        tokens, hours = (
-            np.interp(x, numbers, column, left=0.0) for column in (self._tokens, self._hours)
-        )
+        # A branch begins with the tokens of the run that it is a branch of, at hour 0.
+        tokens = np.interp(x, np.append(0, numbers), np.append(0.0, self._tokens))
+        hours = np.interp(x, numbers, self._hours, left=0.0)
         return {"step": x, "tokens": tokens, "hours": hours}
 
     def spread(self, field: str) -> Curve:

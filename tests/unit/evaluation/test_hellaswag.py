@@ -12,7 +12,14 @@ import torch
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
-from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.hellaswag import (
+    BATCH_TOKENS,
+    HellaSwag,
+    cut_batches,
+    judge,
+    make_rows,
+    summarize,
+)
 from gpt2lab.evaluation.hellaswag_items import STYLES, load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
@@ -78,6 +85,15 @@ def test_accuracies_equal_brute_force(model, tmp_path):
         assert result[name] == pytest.approx(np.mean(expected))
         assert result[f"{name}_se"] == pytest.approx(np.std(expected, ddof=1) / np.sqrt(12))
     assert any(0 < np.mean(expected) < 1 for expected in hits.values()), "the items must tell"
+
+
+def test_an_ending_beyond_the_context_is_judged_by_the_tokens_that_have_a_score(tmp_path):
+    questions = load_questions(write_items(tmp_path / "items.jsonl"), GPT2)
+    lengths = np.minimum(questions.lengths("tutorial")[:, 1:], 2)
+    assert lengths.min() == 2
+    sums = {"tutorial": np.random.default_rng(0).normal(size=lengths.shape)}
+    found = judge(questions, sums, context_length=2).per_unit["acc_token_norm"]
+    assert (found == (sums["tutorial"].argmax(axis=1) == questions.labels)).all()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -96,6 +96,7 @@ def test_a_sequence_says_when_it_stopped() -> None:
     said = "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
     assert sentence(found).startswith(said)
     assert " after 3 seeds)" in sentence(found)
+    assert comparison_table([found])[1][2:4] == ["3", "-0.5000"], "the seeds of the interval"
     few = only([-0.5, -0.51], until_decided=True)
     assert sentence(few).endswith("nats after 2 seeds, too few for an interval.")
     unclear = only([0.02, -0.03, 0.01, 0.0], until_decided=True)
