@@ -39,9 +39,8 @@ FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 # Where a container sets it, every program that the tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests run side by side on up to four cores; slow ones and runs that are broken on purpose wait a lot, so three of them
-# on any.
-SPREAD := -n logical --maxprocesses 4 --dist worksteal
+# Tests wait for processes that they start, so three of them keep two cores busy.
+SPREAD := -n 3 --dist worksteal
 FAST  := config model/test_counts model/test_model model/test_attention_backend optim/test_schedule tokenizers \
 	data/test_order data/test_chunks planner/test_calibration planner/test_progress training/test_train_step test_layers
 
@@ -163,10 +162,10 @@ test-core: $(VENV)/.installed-dev  ## delete the satellites in a copy: the core 
 	$(PY) .ci/core_alone.py $(SPREAD) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
-	$(PY) -m pytest -m slow $(SPREAD) -n 3 $(ARGS)
+	$(PY) -m pytest -m slow $(SPREAD) $(ARGS)
 
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
-	$(PY) -m pytest tests/faults -m fault $(SPREAD) -n 3 $(ARGS)
+	$(PY) -m pytest tests/faults -m fault $(SPREAD) $(ARGS)
 
 faults: $(VENV)/.installed-dev  ## the random faults in large counts: 400 early ends, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)

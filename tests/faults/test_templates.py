@@ -20,8 +20,7 @@ UNTIL_DONE, SLURM = (str(launch.SCRIPTS / f"{name}.sh") for name in ("run_until_
 
 
 def test_run_until_done_starts_again_after_a_kill(run, reference):
-    # Bash does not read the ~: only the trainer knows where the run is.
-    argv = [word.replace(f"={run.folder}", "=~") for word in run.argv()]
+    argv = [word.replace(f"={run.folder}", "=~") for word in run.argv()]  # bash keeps this ~
     script = [UNTIL_DONE, *launch.command_for(launch.TRAIN, argv, world=1)]
     how = {"PAUSE": "0", "HOME": str(run.folder)}
     process = run.run_command(script, FAULT=PACE, **how)
@@ -30,8 +29,7 @@ def test_run_until_done_starts_again_after_a_kill(run, reference):
     assert run.end_of(process) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [5]
     run.assert_equals(reference(1))
-    again = subprocess.run(script, env=launch.environment(**how), timeout=60)
-    assert again.returncode == 0
+    assert subprocess.run(script, env=launch.environment(**how), timeout=60).returncode == 0
 
 
 def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):

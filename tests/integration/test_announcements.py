@@ -46,6 +46,7 @@ def assert_announced(lines: list[str], stretches: dict[str, str]) -> None:
             assert re.match(end, lines[after]), lines[after]
 
 
+@pytest.mark.slow
 def test_each_measurement_is_announced(tmp_path):
     write_inputs(tmp_path, train=1003)
     done = launch.worked(launch.train_in_forks(flags_of(tmp_path, "r")))

@@ -106,9 +106,8 @@ def assert_mean_of(run: Run, first: int, last: int, *, at: int = 8) -> None:
     ("world", "more"),
     [
         (1, {"optimizer": "normuon"}),
-        (2, {"parallel": "ddp"}),
-        (2, {"parallel": "zero1", "optimizer": "muon"}),
-        (2, {"parallel": "fsdp"}),
+        *launch.slow((2, {"parallel": "ddp"}), (2, {"parallel": "fsdp"})),
+        *launch.slow((2, {"parallel": "zero1", "optimizer": "muon"})),
     ],
     ids=str,
 )

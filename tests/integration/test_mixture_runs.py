@@ -78,7 +78,7 @@ def last(run_dir: Path, kind: str) -> dict[str, Any]:
     return launch.events(run_dir, kind)[-1]
 
 
-@pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2)])
+@pytest.mark.parametrize("worlds", [(1, 2, 4), *launch.slow(((4, 1, 2),))])
 def test_one_two_and_four_ranks_continue_each_other(worlds, data, straight, tmp_path):
     """Stopped before, and resumed in the step after, the change of the weights."""
     for world, stop in zip(worlds, (13, 14, LAST), strict=True):

@@ -69,7 +69,7 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows", "none"])
-@pytest.mark.parametrize("shape", ["bytes", "unknown", "gpt2"])
+@pytest.mark.parametrize("shape", ["bytes", "unknown", *launch.slow("gpt2")])
 def test_every_number_is_the_trainers_to_the_bit(shape, shuffle, data, tmp_path, monkeypatch):
     flags = flags_of(data, shape, f"--shuffle={shuffle}")
     one_file, validation = load(), []

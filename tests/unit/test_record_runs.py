@@ -60,10 +60,3 @@ def test_what_depends_on_the_clock_and_the_folders_is_not_recorded() -> None:
     event = {"time": 1.5, "step_seconds": 2.0, "hang_seconds": 600.0, "path": "/a/b/runs"}
     known = {"time": "~", "step_seconds": "~", "hang_seconds": 600.0, "path": "FOLDER/runs"}
     assert record_runs.normalize([event], {"/a/b": "FOLDER"}) == [known]
-
-
-def test_every_case_stands_below_those_that_it_reads_from() -> None:
-    above: set[str] = set()
-    for name in record_runs.CASES:
-        assert record_runs.needs(name) <= above
-        above.add(name)

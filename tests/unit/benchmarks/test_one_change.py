@@ -9,7 +9,6 @@ import torch
 from benchmarks import changes
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.errors import CheckError, ConfigError
-from launch import REPOSITORY
 from tiny import MODERN
 from whole_run import Run
 
@@ -59,32 +58,3 @@ def test_a_growing_batch_takes_all_samples_once_in_their_order():
     assert [number for numbers in micro for number in numbers] == list(range(12))
     assert [batch.num_targets for _, _, batch in grown] == [2, 2, 2, 2, 4, 4, 8]
     assert [m.is_last for m in grown[-1][2].micro_batches] == [False, False, False, True]
-
-
-def test_the_page_shows_the_runs_of_the_file(capsys):
-    docs = REPOSITORY / "docs"
-    file = docs / "fewer_tokens" / "changes.jsonl"
-    flags = json.loads(file.read_text().splitlines()[0])["flags"]
-    assert changes.main([str(file), *flags]) == 0  # all runs are there: none is trained
-    page = (docs / "log" / "2026.md").read_text()
-    assert capsys.readouterr().out.strip() in page
-    assert " ".join(flags) in " ".join(page.replace("\\\n", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("name", "seeds"),
-    [
-        *(("changes", "12345"), ("normuon_longer", "123"), ("normuon_mini", "12345")),
-        ("normuon_mini_longer", "12345"),
-    ],
-)
-def test_the_page_shows_what_normuon_gained(name, seeds, capsys):
-    docs = REPOSITORY / "docs"
-    file = docs / "fewer_tokens" / f"{name}.jsonl"
-    runs = [json.loads(line) for line in file.read_text().splitlines()]
-    muon = [r["val_loss"] for r in runs if r["change"] == "none" and str(r["seed"]) in seeds]
-    changes.main([str(file), "--changes", "normuon", "--seeds", *seeds, *runs[0]["flags"]])
-    row = capsys.readouterr().out.strip().splitlines()[-1].split(" | ")
-    shown = f"| {sum(muon) / len(muon):.4f} | {row[3]} ({row[4]}) | {len(seeds)} |"
-    [line] = [line for line in (docs / "log" / "2026.md").read_text().splitlines() if shown in line]
-    assert f"(../fewer_tokens/{name}.jsonl) | {runs[0]['tokens']:,} |" in line

@@ -2,12 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -106,15 +101,6 @@ def test_all_formats_hold_the_same_tokens_and_made_up_ones_are_as_uneven_as_text
     assert 0.45 < follows.mean() < 0.6
 
 
-def test_other_programs_find_the_vocabulary_without_a_network(tmp_path):
-    token_stream.write_tiktoken_cache(tmp_path / "cache")
-    code = "import tiktoken; print(tiktoken.get_encoding('gpt2').encode('Hello world'))"
-    environment = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
-    environment["https_proxy"] = "http://127.0.0.1:1"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.stdout.decode().strip() == "[15496, 995]", done.stderr.decode()[-500:]
-
-
 def test_a_contestant_is_stopped_when_enough_is_known_or_reported_with_its_last_words(tmp_path):
     found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=HANG_SECONDS)
     assert [step.seconds for step in found.timed] == [0.0125, 0.0135, 0.0145]
@@ -168,30 +154,6 @@ def test_a_step_of_two_optimizers_is_one_step(tmp_path):
     trainer = Contestant("two", script, place_in(tmp_path), contestants._our_steps, SMALL)
     running.measure_inside(trainer, "memory", limit_seconds=HANG_SECONDS)
     assert (tmp_path / "steps").read_text() == "2"  # whole ones before the third's first optimizer
-
-
-def test_a_killed_benchmark_leaves_no_trainer_behind(tmp_path):
-    """The fake's folder is named on the command line, so that exactly its process can be looked for."""
-    fake_trainer(tmp_path)
-    code = f"""
-import sys; sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from fake_trainer import fake_trainer
-from benchmarks import running
-running.end_contestants_on_sigterm()
-running.run(fake_trainer(Path({str(tmp_path)!r})), warmup=1, steps=10**6, limit_seconds=100)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    output = tmp_path / "output.txt"
-    deadline = time.monotonic() + HANG_SECONDS
-    while not (output.exists() and output.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(timeout=HANG_SECONDS) == 128 + signal.SIGTERM
-    size = output.stat().st_size
-    time.sleep(0.3)
-    assert output.stat().st_size == size
 
 
 def test_a_forecast_stands_beside_what_was_measured(tmp_path):

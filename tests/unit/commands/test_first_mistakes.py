@@ -136,6 +136,7 @@ def test_memory_is_compared_with_what_is_free_before_a_model_is_built(flags, pla
     assert set(json.loads(done.stdout)["memory"].values()) == {None}
 
 
+@pytest.mark.slow
 def test_an_error_that_all_ranks_share_is_one_line_and_torchruns_root_cause(flags, monkeypatch):
     done = launch.train([*flags, "--run_name=three"], world=3)
     said = "total_batch_size 128 is not a multiple of mini_batch_size"

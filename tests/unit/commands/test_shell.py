@@ -98,15 +98,14 @@ def test_a_script_runs_exactly_what_was_meant(place, output, name, words):
 
 @pytest.mark.parametrize("is_array", [False, True])
 def test_a_job_that_stopped_before_its_signal_queues_itself_again(found, tmp_path, is_array):
-    """Slurm signals it two minutes before its end; a trainer whose save takes longer stops by itself before."""
     status, calls = tmp_path / "status.json", tmp_path / "calls"
     job, tasks = dataclasses.replace(found, run_dir=tmp_path), [(tmp_path, [])] if is_array else []
     script = launch.write_program(
         tmp_path / "job.sh", resume_command.write_slurm(job, tasks) + "\n"
     )
     launch.write_program(tmp_path / "bin" / "scontrol", f'#!/bin/sh\necho "$@" >> {calls}\n')
-    ids = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
-    environment = ids | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    environment["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
     for reason in (
         "max_hours",
         "SLURM_JOB_END_TIME",

@@ -159,6 +159,7 @@ def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(typed, wordin
         verbs.main(typed.split())
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_trainer_as_a_module(tmp_path):
     write_shards(tmp_path / "d", train=(400, 300), val=(150,))
     flags = [*TINY, "--max_steps=2", "--data_dir=d", "--checkpoint_dir=runs", "--run_name=r"]

@@ -72,6 +72,7 @@ def test_the_first_batch_needs_its_own_windows_of_ten_billion_alone(tmp_path, sh
         assert batch.epoch == first // windows
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc/self/statm")
 def test_memory_is_flat_over_three_epochs(tmp_path):
     for split, count in (("train", 4), ("val", 1)):

@@ -308,6 +308,7 @@ def test_a_shard_that_cannot_be_linked_is_copied_and_flushed(tmp_path, monkeypat
     assert {path.name for path in (tmp_path / "out").glob("*_train_*")} <= set(flushed)
 
 
+@pytest.mark.slow
 def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     text = "".join(MANY) * 60
     (tmp_path / "long.txt").write_text(text)

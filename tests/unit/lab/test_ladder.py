@@ -253,6 +253,7 @@ def test_trunks_train_0_58_of_the_tokens_of_separate_runs(longer, tmp_path, caps
     assert "train on 50,112 tokens, 0.58 of the 86,400 of separate runs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_trunk_has_the_bits_of_a_run_of_its_own(longer, tmp_path, started, capsys):
     text = longer.read_text().replace("seeds = [1, 2, 3]", "seeds = [1]")
     longer.write_text(text.replace("2560, 5120]", "2560]") + "check = []")

@@ -100,6 +100,7 @@ def test_changes_that_nobody_committed_are_named(repository, flags, tmp_path, mo
         ablate.main(["--code", "main", "rope", *flags])
 
 
+@pytest.mark.slow
 def test_a_change_of_a_bit_goes_to_the_seeds(repository, flags, tmp_path, capfd, monkeypatch):
     """As settings of a file; started again it trains nothing, and takes neither other settings nor other code."""
     monkeypatch.setattr(other_code, "_MEASURES", ("--", "src/gpt2lab/model"))
@@ -131,6 +132,7 @@ def test_a_change_of_a_bit_goes_to_the_seeds(repository, flags, tmp_path, capfd,
         ablate.main([str(file), *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("branch", "says"),
     [

@@ -165,8 +165,7 @@ def test_a_run_that_lost_its_log_is_told_what_to_do(mirrored, run):
 
 
 def test_a_mirror_that_is_the_runs_own_folder_is_rejected_before_anything_is_written(run, wording):
-    error = run.rejected(f"--checkpoint_mirror=file://{run.path.parent}", kind=ConfigError)
-    assert wording(error)
+    assert wording(run.rejected(f"--checkpoint_mirror=file://{run.path.parent}", kind=ConfigError))
     assert not run.path.exists()
 
 

@@ -182,6 +182,7 @@ def test_a_run_that_goes_on_is_left_alone_and_what_is_no_run_rejected(run_dir, t
     assert list((tmp_path / "runs" / "empty").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_files_are_those_of_rank_zero_alone(tiny_run):
     """TensorBoard looks at gradients before each update, and the other ranks have none of its files."""
     run = tiny_run()

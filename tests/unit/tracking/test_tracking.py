@@ -117,7 +117,7 @@ def test_a_failing_mirror_is_said_and_touches_nothing(plain, tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     "way",
-    ["hangs and hears no signal", *launch.slow("hangs when it is imported", "hangs at its end")],
+    launch.slow("hangs and hears no signal", "hangs when it is imported", "hangs at its end"),
 )
 def test_a_hanging_mirror_is_left_behind_and_ends(plain, tmp_path, monkeypatch, capsys, way):
     began: list[int] = []

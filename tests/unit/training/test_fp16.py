@@ -24,6 +24,7 @@ def overflowing(run: Run, *more: str, world: int = 1, **extra: str) -> int:
     return launch.train_in_forks(flags, world=world, program=program, **extra).returncode
 
 
+@pytest.mark.slow
 def test_200_losses_are_those_of_fp32_up_to_noise(run, tiny_data, tmp_path):
     other = Run(tiny_data, tmp_path, "--eval_freq=0", name="fp32")
     for each in (run, other):
@@ -73,7 +74,10 @@ def test_an_overflow_skips_one_update_and_halves_the_scale(more, run):
 
 @pytest.mark.parametrize(
     ("world", "more"),
-    [(1, ()), (2, ()), (2, ("--parallel=fsdp", "--optimizer=muon")), (2, ("--parallel=zero1",))],
+    [
+        *((1, ()), *launch.slow((2, ()), (2, ("--parallel=zero1",)))),
+        *launch.slow((2, ("--parallel=fsdp", "--optimizer=muon"))),
+    ],
 )
 def test_a_kill_after_an_overflow_changes_no_bit(world, more, run, tiny_data, tmp_path):
     whole = Run(tiny_data, tmp_path, *run.flags[-3:], name="whole")

@@ -158,7 +158,7 @@ def test_a_second_rewind_to_before_the_first_remembers_it_unless_it_is_one_too_m
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("change", ["optimizer", "data"])
+@pytest.mark.parametrize("change", ["optimizer", *launch.slow("data")])
 def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, change):
     data = write_shards(tmp_path / "other", train=(900, 1200), val=(650,))
     values = [f"--data_dir={data}"] if change == "data" else ["--optimizer=muon", "--max_lr=1e-3"]
@@ -172,6 +172,7 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
     assert [turn["step"] for turn in run.saved_state(16)["history"]] == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_again(
     run, spoil, tiny_data, tmp_path, monkeypatch

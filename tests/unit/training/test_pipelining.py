@@ -133,7 +133,7 @@ def both(tiny_data, tmp_path, monkeypatch) -> Both:
     return Both(tiny_data, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("fp16", 1e30)])
+@pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), *launch.slow(("fp16", 1e30))])
 def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil, dtype, factor):
     """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
 

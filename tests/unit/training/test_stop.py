@@ -82,6 +82,7 @@ def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path):
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_process_has_not_hung_and_still_sees_a_hang(tmp_path):
     """Ctrl+Z and fg once ended a healthy run; nor may the pause become what a phase is allowed to last."""
     code = (
