@@ -21,10 +21,12 @@ NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
 TORCHRUN=${TORCHRUN:-.venv/bin/torchrun}
 GRACE=110  # seconds between asking the workers to stop and killing them; torchrun's own is 30
 
-# The trainer writes here where the status.json of this start is.
-GPT2LAB_STATUS_FILE=$(mktemp) || exit
-export GPT2LAB_STATUS_FILE
-trap 'rm -f "$GPT2LAB_STATUS_FILE"' EXIT
+# The trainer writes here where the status.json of this start is, and with which of its own exit codes it rejected a
+# start: torchrun reports 1 for all.
+said=$(mktemp -d) || exit
+export GPT2LAB_STATUS_FILE="$said/status" GPT2LAB_EXIT_CODE_FILE="$said/code"
+trap 'rm -rf "$said"' EXIT
+: >"$GPT2LAB_STATUS_FILE"
 "$TORCHRUN" --standalone --nproc_per_node="$NPROC" --shutdown-timeout="$GRACE" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     src/train.py "$@" --resume auto &
@@ -45,7 +47,7 @@ case "$state:$reason" in
 esac
 case "$state:${verdict:-none}" in
     failed:2 | failed:75 | failed:76) exit "$verdict" ;;  # a requeue would meet the same
-    :*) exit "$code" ;;
+    :*) [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && code=$(<"$GPT2LAB_EXIT_CODE_FILE"); exit "$code" ;;
 esac
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     scontrol requeue "$SLURM_JOB_ID"

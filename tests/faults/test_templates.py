@@ -144,7 +144,7 @@ def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
     assert run.status()["reason"] == "SIGTERM"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
     rejected = run.run_command([*script, "--n_layer=3"], **environment)
-    assert run.end_of(rejected) != 0, "and a rejected start is not put back on an older one's word"
+    assert run.end_of(rejected) == 2, "and a rejected start is not put back on an older one's word"
     more = [*script, f"--max_steps={run.status()['step'] + 1}", "--allow_change=max_steps"]
     assert run.end_of(run.run_command(more, **environment)) == 0
     assert run.status()["state"] == "completed"

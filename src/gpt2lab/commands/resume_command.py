@@ -35,7 +35,7 @@ _SHUTDOWN = f"--shutdown-timeout={_STOP_SECONDS - 10}"
 class Job:
     """The trainer's command line, and what it runs on."""
 
-    run_dir: Path  # of an array: the folder of all its runs
+    name: str
     words: tuple[str, ...]  # the program and its flags
     resume: str = "latest"  # from which checkpoint
     nodes: int = 1
@@ -133,7 +133,7 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> tuple["
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
     job = Job(
-        run_dir=run_dir,
+        name=run_dir.name,
         words=(*paths.trainer(program), *words),
         resume=request.resume or "latest",
         nodes=nodes,
@@ -153,7 +153,7 @@ def write(job: Job, *, output: Output) -> str:
         if job.resume not in ("latest", "auto"):
             raise ConfigError(
                 f"--output slurm: the job would go back to checkpoint {job.resume} each time that it is started "
-                f"again; resume it once with --output command, then write the job of {job.run_dir.name}"
+                f"again; resume it once with --output command, then write the job of {job.name}"
             )
         return write_slurm(job)
     command, folder = _command(job), _here()
@@ -188,7 +188,7 @@ def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
             f"{out}: no runs that a job array can train; give the --out of an ablation of settings, or of a ladder, "
             f"that was started once"
         )
-    tasks: list[tuple[Path, list[str]]] = []
+    tasks = []
     on_gpu = flags.gpus != 0
     for file in files:
         more = file.with_suffix(".flags")
@@ -199,11 +199,11 @@ def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
         )
         on_gpu &= start.config.system.device != "cpu"
         if not start.is_complete and not history.has_diverged(start.run_dir):
-            tasks.append((start.run_dir, words))
+            tasks.append(words)
     if not tasks:
         raise ConfigError(f"{out}: all {len(files)} runs that were planned are complete")
     program = tuple(paths.trainer("train"))
-    return write_slurm(Job(out, program, on_gpu=on_gpu, cpus=_CPUS_OF_A_GPU), tasks)
+    return write_slurm(Job(out.name, program, on_gpu=on_gpu, cpus=_CPUS_OF_A_GPU), tasks)
 
 
 def _here() -> str:
@@ -220,14 +220,10 @@ def _command(job: Job, *of_torchrun: str) -> str:
     return fmt.command_line((*launcher, *job.words))
 
 
-def _status_of(run_dir: Path) -> str:
-    return fmt.word_of_bash(str(run_dir.absolute() / "status.json"))
-
-
-def write_slurm(job: Job, tasks: Sequence[tuple[Path, Sequence[str]]] = ()) -> str:
+def write_slurm(job: Job, tasks: Sequence[Sequence[str]] = ()) -> str:
     """Write a batch script that saves before the time limit and queues itself again.
 
-    `tasks`: the run's folder and more words of each task of a job array.
+    `tasks`: more words for each task of a job array.
     """
     import jinja2
 
@@ -244,11 +240,10 @@ def write_slurm(job: Job, tasks: Sequence[tuple[Path, Sequence[str]]] = ()) -> s
         .from_string(_SLURM.read_text())
         .render(
             job=job,
-            name=re.sub(r"[^A-Za-z0-9._-]", "_", job.run_dir.name),  # Slurm reads no quotes
+            name=re.sub(r"[^A-Za-z0-9._-]", "_", job.name),  # Slurm reads no quotes
             folder=_here(),
             start=start,
             stop_seconds=_STOP_SECONDS,
-            status=_status_of(job.run_dir),
-            tasks=[(_status_of(run_dir), fmt.command_line(own)) for run_dir, own in tasks],
+            tasks=[fmt.command_line(own) for own in tasks],
         )
     )

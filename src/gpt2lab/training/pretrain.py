@@ -282,7 +282,7 @@ def _train(
                 extensions.started(run)
             runtime.on_rank_zero(lambda: record_start(components, folder, logger))
             if runtime.local_rank == 0:
-                _tell_script(start)
+                _name_status(start)
             clock = _open_clock(components, folder, logger, began)
             session = Session(folder, logger, control, heartbeat, clock, extensions.updating, peak)
             reason, step = _run_to_end(components, session)
@@ -302,9 +302,10 @@ def _train(
                 logger.say(f"warning: no summary of the run: {error}")
 
 
-def _tell_script(start: Start) -> None:
-    """Tell the script that starts runs again, on each machine, where this start writes how it ended."""
-    if path := os.environ.get("GPT2LAB_STATUS_FILE"):
+def _name_status(start: Start) -> None:
+    """Write where this start's status.json is into the file of a script on this machine that starts runs again."""
+    path = os.environ.get("GPT2LAB_STATUS_FILE", "")
+    if os.path.exists(path):  # not on the other nodes of a job, where nobody would remove it
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{(start.run_dir / 'status.json').absolute()}\n")
 

@@ -59,6 +59,8 @@ def place(tmp_path_factory) -> Path:
     for name, start in (("srun", ""), ("torchrun", "python")):  # start what follows their options
         script = f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
         write_program(folder / "bin" / name, script)
+    for name in ("mktemp", "rm"):
+        (folder / "bin" / name).symlink_to(shutil.which(name) or "")
     return folder
 
 
@@ -88,7 +90,7 @@ def test_a_script_runs_exactly_what_was_meant(place, output, name, words):
         patch.chdir(here)  # the folder that the script goes to has a hostile name, too
         patch.setattr(paths, "program", lambda name: name)
         meant = ["src/train.py", "--run_name", name, *words]
-        text = write(Job(Path("/runs") / name, tuple(meant)), output=output)
+        text = write(Job(name, tuple(meant)), output=output)
         seen = executed(text, place)
         assert seen[1:] == meant
         assert seen[0] == str(place if output == "command" else here)
@@ -98,31 +100,22 @@ def test_a_script_runs_exactly_what_was_meant(place, output, name, words):
 
 @pytest.mark.parametrize("is_array", [False, True])
 def test_a_job_that_stopped_before_its_signal_queues_itself_again(found, tmp_path, is_array):
-    status, calls = tmp_path / "status.json", tmp_path / "calls"
-    job, tasks = dataclasses.replace(found, run_dir=tmp_path), [(tmp_path, [])] if is_array else []
-    script = launch.write_program(
-        tmp_path / "job.sh", resume_command.write_slurm(job, tasks) + "\n"
-    )
+    calls, text = tmp_path / "calls", resume_command.write_slurm(found, [[]] if is_array else [])
+    script = launch.write_program(tmp_path / "job.sh", f"{text}\n")
     launch.write_program(tmp_path / "bin" / "scontrol", f'#!/bin/sh\necho "$@" >> {calls}\n')
     environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     environment["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
-    for reason in (
-        "max_hours",
-        "SLURM_JOB_END_TIME",
-        None,
-    ):  # None: rejected, so nothing is written
-        said = json.dumps({"state": "stopped", "reason": reason}, indent=1)
-        start = f"#!/bin/sh\ncat > {status} << END\n{said}\nEND\n" if reason else "#!/bin/sh\n"
-        launch.write_program(tmp_path / "bin" / "srun", start)
-        launch.worked(
-            subprocess.run([BASH, script], env=environment, capture_output=True, text=True)
-        )
+    for reason in ("max_hours", "SLURM_JOB_END_TIME", ""):  # the last start is rejected
+        (tmp_path / "said").write_text(json.dumps({"reason": reason}, indent=1))
+        start = f"echo {tmp_path}/said > $GPT2LAB_STATUS_FILE" if reason else "true"
+        launch.write_program(tmp_path / "bin" / "srun", f"#!/bin/sh\n{start}\n")
+        launch.worked(subprocess.run([script], env=environment, capture_output=True, text=True))
         assert calls.exists() == (reason != "max_hours")
     assert calls.read_text() == f"requeue 7{'_0' if is_array else ''}\n"
 
 
 def test_slurm_reads_only_options_that_are_ours(found):
-    hostile = {"run_dir": Path("r\n#SBATCH --wrap='x' --uid=0"), "words": ("a\n#SBATCH --wrap=x",)}
+    hostile = {"name": "r\n#SBATCH --wrap='x' --uid=0", "words": ("a\n#SBATCH --wrap=x",)}
     text = write(dataclasses.replace(found, **hostile), output="slurm")
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     plain = write(found, output="slurm").splitlines()
@@ -160,9 +153,7 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
         written.append(tmp_path / f"{output}{kind.nodes}.sh")
         written[-1].write_text(write(kind, output=output))
     written.append(tmp_path / "array.sh")
-    written[-1].write_text(
-        resume_command.write_slurm(found, [(tmp_path, ["--resume=auto", "a b"]), (tmp_path, [])])
-    )
+    written[-1].write_text(resume_command.write_slurm(found, [["--resume=auto", "a b"], []]))
     assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
     bad = tmp_path / "bad.sh"
     bad.write_text("#!/bin/bash\ncd $1\n")
