@@ -167,7 +167,7 @@ class Mirror:
         return answers[0]
 
     def is_at(self, folder: Path) -> bool:
-        """Tell whether the copies would lie in a folder of this machine."""
+        """Tell whether this folder is that of the copies."""
         return self._is_local and Path(self._root).resolve() == folder.resolve()
 
     def list_copies(self) -> tuple[list[Copy], list[str]]:

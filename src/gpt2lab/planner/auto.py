@@ -280,12 +280,11 @@ def preset_settings(
             chosen["activation_checkpointing"] = job.recompute
     found = _on_card(job, gpu, known)
     need, speed = found.memory, found.throughput
-    rate = f", expect {speed.value:,.0f} tokens/s ({speed.low:,.0f} ... {speed.high:,.0f}, 80 %)"
-    rate = rate if job.dtype != "fp32" else ""  # of which no data sheet here has one
+    said = f", expect {speed.value:,.0f} tokens/s ({speed.low:,.0f} ... {speed.high:,.0f}, 80 %)"
     say(
         f"--preset {name}: mini_batch_size {job.micro_batch}, activation_checkpointing "
         f"{job.recompute}, {need.needed / GIB:.1f} of "
-        f"{(need.available or 0) / GIB:.1f} GiB{rate}"
+        f"{(need.available or 0) / GIB:.1f} GiB{said if gpu.has_rate(job.dtype) else ''}"
     )
     if need.fits is False:
         say(

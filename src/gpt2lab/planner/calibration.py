@@ -246,9 +246,7 @@ def _gpu_prior(
 ) -> tuple[Rates, str]:
     """Return a GPU's rates before any run like the job was measured, and their source in words."""
     is_known = gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None
-    if (
-        gpu is not None and is_known and job.dtype != "fp32"
-    ):  # of which data sheets here say nothing
+    if gpu is not None and is_known and gpu.has_rate(job.dtype):
         rates = timing.roofline(gpu, hardware, compiled=job.compiled)
         return rates, f"hardware.json version {hardware.version}"
     if not is_measured:

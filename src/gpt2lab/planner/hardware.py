@@ -54,6 +54,10 @@ class Gpu:
     price_date: str | None
     note: str | None
 
+    def has_rate(self, dtype: str) -> bool:
+        """Tell whether the rates are those of a dtype: bf16 and fp16 are equally fast, fp32 is slower by far."""
+        return dtype != "fp32"
+
     def sustained_flops(self, fraction: float) -> float | None:
         """Return FLOP/s of large matmuls: measured, else `fraction` of the peak and what the board's power allows."""
         if self.matmul_flops or self.peak_flops is None:

@@ -378,9 +378,9 @@ class Predictor:
         if kind not in self._machines:
             if self.gpu is None:
                 found = calibration.this_machine(self.detected, self.hardware, self.records, job)
-            elif job.dtype == "fp32":
+            elif not self.gpu.has_rate(job.dtype):
                 raise NoSourceError(
-                    f"gpu {self.gpu.name}: no rate of fp32 with a source, only of {self.gpu.dtype}; "
+                    f"gpu {self.gpu.name}: no rate of {job.dtype} with a source, only of {self.gpu.dtype}; "
                     f"--dtype {self.gpu.dtype}, or --measure it there"
                 )
             else:

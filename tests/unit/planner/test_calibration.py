@@ -146,12 +146,13 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run(tmp_path):
     assert costs.interval("eval", 1).high / 10 < costs.interval("sample", 1).high
 
 
-def test_an_unknown_gpu_is_measured_never_guessed():
-    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None)
-    job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
+@pytest.mark.parametrize(("name", "dtype"), [("NVIDIA Mystery 9", "bf16"), ("NVIDIA H100", "fp32")])
+def test_a_gpu_without_a_rate_is_measured_never_guessed(name, dtype):
+    card = GpuState(0, name, 2**35, 2**35, 0.0, "1", "9.0", None, None)
+    job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype=dtype, compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
         this_machine(DetectedHardware((card,)), KNOWN, [], job)
-    seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
+    seen = record(device=name, dtype=dtype, compile=True, threads=1)
     found = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
     assert found.rates.seconds(AMOUNT) == pytest.approx(0.5, rel=0.1)
 

@@ -90,6 +90,12 @@ def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
     assert sum(found["breakdown"].values()) == pytest.approx(3600 * hours)
 
 
+def test_the_milestones_of_a_short_run_are_its_steps(capsys):
+    estimate_time.main(["--gpu=H100", "--steps=2", "--json"])
+    found = json.loads(capsys.readouterr().out)["milestones"]
+    assert [one["step"] for one in found] == [1, 2]
+
+
 REFUSALS = {
     2: [
         *("--tokens=-5", "--tokens=many", "--tokens=1e30", "--n_layer=99999999999", "--n_layer=0"),
