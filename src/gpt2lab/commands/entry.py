@@ -119,11 +119,14 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def note_output() -> None:
-    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal."""
+def note_output(covered: int = 0) -> None:
+    """Note that something is about to be printed; it replaces the line that `never_silent` shows on a terminal.
+
+    `covered`: characters of that line that what is printed covers by itself.
+    """
     _LAST["printed"] = monotonic()
-    if shown := int(_LAST["shown"]):
-        _LAST["shown"] = 0
+    shown, _LAST["shown"] = int(_LAST["shown"]), 0
+    if shown > covered:
         for text in ("\r" + " " * shown, "\r"):
             print(text, end="", file=sys.stderr, flush=True)
 
@@ -164,7 +167,7 @@ def _escape_controls(stream: TextIO) -> None:
 
     def write(text: str) -> int:
         bar = text.startswith("\r")  # a progress bar goes back to the beginning of its line
-        note_output()
+        note_output(len(text) - 1 if bar else 0)
         plain("\r" * bar + printable(text[bar:], keep="\n\t"))
         return len(text)
 

@@ -70,7 +70,7 @@ def test_a_quiet_command_says_what_it_does_and_how_far_it_is(monkeypatch, capsys
 def test_on_a_terminal_it_is_one_line_that_goes_when_something_is_printed():
     program = "import time; from gpt2lab.commands import entry; from gpt2lab.runs import console; "
     program += "console.BEAT_SECONDS = 0.0; "
-    program += "entry.run(lambda argv: time.sleep(2) or print('done') or 0)"
+    program += "entry.run(lambda argv: time.sleep(1.7) or print('done') or 0)"
     shown = on_terminal([sys.executable, "-c", program], columns=80)
     *_, last = shown.split("\n")[:-1]
     assert re.search(r"\rworking: 1 s so far", shown)
