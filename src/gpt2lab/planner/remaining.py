@@ -12,6 +12,8 @@ from gpt2lab.config.derived import frequencies
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters, training_flops_per_token
+from gpt2lab.planner import hardware
+from gpt2lab.planner.estimate import device_memory
 from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.reports import blank_report, describe_actual
 from gpt2lab.runs import history
@@ -191,11 +193,13 @@ def milestone(step: int, span: Interval, *, tokens: int, now: float) -> dict[str
 
 
 def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """Return what a rank of the run's last start needs; None where that is not known, as of offloaded weights."""
+    """Return what a rank of the run's last start needs, as estimate.json does; None where it is not known."""
     environment = (read_json(run_dir / "run.json") or {}).get("environment") or {}
     shared, dtype = ranks_and_micro_batch(environment), environment.get("dtype")
     if config.system.fsdp_offload or shared is None or dtype not in ("fp32", "bf16", "fp16"):
         return None
     world_size, size = shared
-    need = Job(config, 0, world_size, dtype, compiled=False).memory(micro_batch=size)
-    return dataclasses.asdict(need) | {"total": need.tensors}
+    compiled, is_cpu = environment.get("compile") == "on", "attention" not in environment
+    job = Job(config, 0, world_size, dtype, compiled).with_settings(mini_batch_size=size)
+    need = device_memory(job, hardware.load(), 1.0, is_cpu=is_cpu, available=None)
+    return dataclasses.asdict(need.tensors) | {"context": need.overhead, "total": need.needed}
