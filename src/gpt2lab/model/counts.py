@@ -5,6 +5,7 @@ The dry run, the planner, the MFU column and the trainer call these same functio
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -63,10 +64,20 @@ def flops_per_token(model: ModelConfig) -> int:
 def training_flops_per_token(config: Config) -> int:
     """Count floating-point operations to train on one token, with adapters or without.
 
-    Adapters: 4 N_matmul + 6 N_adapters + 12 L C T, as frozen matrices need no gradient.
+    Adapters: frozen matrices need no gradient, and what comes before the first adapter has no backward pass.
     """
-    saved = 2 * count_matmul_parameters(config.model) if config.tuning.lora_r else 0
-    return flops_per_token(config.model) - saved + 6 * count_adapters(config.model, config.tuning)
+    model, C = config.model, config.model.n_embd
+    if not config.tuning.lora_r:
+        return flops_per_token(model)
+    has_gradient, backward = False, 2 * model.vocab_size * C
+    for block, (name, (rows, columns)) in itertools.product(range(model.n_layer), _SIDES.items()):
+        if has_gradient:
+            backward += 2 * rows * columns * C**2
+            backward += 8 * C * model.context_length * (name == "attn.c_proj")
+        elif has_adapter(block, name, config.tuning):
+            has_gradient = True
+            backward -= 2 * config.tuning.lora_r * columns * C  # of the first adapter's input
+    return flops_per_token(model) // 3 + backward + 6 * count_adapters(model, config.tuning)
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -90,8 +101,8 @@ def count_rows(model: ModelConfig) -> int:
     return 9 * model.n_layer * model.n_embd
 
 
-# Rows plus columns of each matrix of a block, in units of C.
-_SIDES = {"attn.c_attn": 1 + 3, "attn.c_proj": 1 + 1, "mlp.c_fc": 1 + 4, "mlp.c_proj": 4 + 1}
+# Rows and columns of each matrix of a block, in units of C, in the order of the forward pass.
+_SIDES = {"attn.c_attn": (3, 1), "attn.c_proj": (1, 1), "mlp.c_fc": (4, 1), "mlp.c_proj": (1, 4)}
 
 
 def lora_targets(config: TuningConfig) -> list[str]:
@@ -119,13 +130,18 @@ def check_lora_targets(model: ModelConfig, config: TuningConfig) -> None:
             )
 
 
+def has_adapter(block: int, name: str, config: TuningConfig) -> bool:
+    """Tell whether a matrix of a block has an adapter."""
+    return any(is_target(f"blocks.{block}.{name}", target) for target in lora_targets(config))
+
+
 def count_adapters(model: ModelConfig, config: TuningConfig) -> int:
     """Count the parameters of all adapters: r (rows + columns) for each matrix that is a target."""
     total = sum(
-        sides
+        sum(sides)
         for block in range(model.n_layer)
         for name, sides in _SIDES.items()
-        if any(is_target(f"blocks.{block}.{name}", target) for target in lora_targets(config))
+        if has_adapter(block, name, config)
     )
     return config.lora_r * total * model.n_embd
 
