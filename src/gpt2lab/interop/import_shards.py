@@ -283,7 +283,7 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
         return None
     if typed is not None:
         return open_tokenizer(typed, wanted.end_token)
-    if (folder / META_FILE).exists() and files[0].layout == "raw":  # nanoGPT's characters
+    if os.path.lexists(folder / META_FILE) and files[0].layout == "raw":  # nanoGPT's characters
         with contextlib.suppress(DataError):
             return read_meta(folder / META_FILE)
         return None

@@ -7,6 +7,7 @@ data/openwebtext/prepare.py.
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def recognise(path: Path) -> Layout:
     """
     if path.suffix in (".npy", ".ds"):
         return "npy" if path.suffix == ".npy" else "datatrove"
-    if path.with_suffix(".idx").exists():
+    if os.path.lexists(path.with_suffix(".idx")):
         return "megatron"
     with open_regular(path, follow=True) as file:
         head = file.read(8)
@@ -117,17 +118,17 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
     size = path.stat().st_size
     index, metadata = Path(f"{path}.index"), Path(f"{path}.metadata")
     tokens, tokenizer = None, None
-    if Path(f"{path}.loss").exists():
+    if os.path.lexists(f"{path}.loss"):
         raise DataError(
             f"{path}.loss: excludes tokens from the loss, which is not implemented; move the file away to train "
             f"on every token"
         )
-    if metadata.exists():
+    if os.path.lexists(metadata):
         tokenizer, found, tokens = _read_metadata(metadata)
         if dtype is not None and DTYPES[dtype][0] != DTYPES[found][0]:
             raise DataError(f"{path}: --dtype {dtype}, but {metadata.name} says {found}")
         dtype = found
-    if index.exists():
+    if os.path.lexists(index):
         ends = read_datatrove_index(index)
         last = int(ends[-1]) if len(ends) else 0
         if tokens is not None and last != tokens:
@@ -141,7 +142,7 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
         )
     if tokens is None:
         tokens = size // np.dtype(DTYPES[dtype][0]).itemsize
-    beside = index if index.exists() else None
+    beside = index if os.path.lexists(index) else None
     file = TokenFile(path, "datatrove", tokens, dtype, tokenizer=tokenizer, index=beside)
     return _check_size(file, size, "the file beside it")
 

@@ -137,6 +137,10 @@ def remove(*names: str) -> Spoil:
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
+def link(name: str) -> Spoil:
+    return lambda folder: (remove(name)(folder), (folder / name).symlink_to("gone"))
+
+
 def _swap_two_sequences(raw: bytes) -> bytes:
     (sequences,) = struct.unpack_from("<Q", raw, 18)
     at = 34 + 4 * sequences
@@ -166,12 +170,14 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "datatrove metadata odd": ("datatrove", write(f"{DS}.metadata", b"gpt2|3\n5\n")),
     "datatrove other width": ("datatrove", write(f"{DS}.metadata", b"gpt2|4\n5\n5 T")),
     "datatrove other tokenizer": ("datatrove", write(f"{DS}.metadata", b"bert-base|2\n5\n5 T")),
+    "datatrove metadata is a broken link": ("datatrove", link(f"{DS}.metadata")),
     "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1")),
     "datatrove neither beside": ("datatrove", remove(f"{DS}.index", f"{DS}.metadata")),
     "Megatron cut": ("Megatron", cut("train_text_document.bin", 2)),
     "Megatron index cut": ("Megatron", cut(MEG, 8)),
     "Megatron index cut in its header": ("Megatron", write(MEG, b"MMIDIDX\0\0\1")),
     "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK")),
+    "Megatron index is a broken link": ("Megatron", link(MEG)),
     "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0")),
     "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2")),
     "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5")),
@@ -298,29 +304,25 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path):
 def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):
     """Ids below 16 at every second place are no proof: whoever knows better says so."""
     (tmp_path / "wide").mkdir()
-    for split in ("train", "val"):
-        ids = [[1000, 3] * 200]
-        write_raw(tmp_path / f"{split}.bin", ids)
+    for split in ("train.bin", "val.bin"):
+        write_raw(tmp_path / split, [[1000, 3] * 200])
+        write_raw(tmp_path / "wide" / split, [[1000, 3] * 200], kind="Q")
     with pytest.raises(DataError, match="32-bit ids"):
         import_folder(tmp_path)
     import_folder(tmp_path, ImportOptions(dtype="uint16"))
     assert open_data(tmp_path, vocab_size=50304).tokens("train") == 400
-    write_raw(tmp_path / "wide" / "train.bin", ids, kind="Q")
-    write_raw(tmp_path / "wide" / "val.bin", ids, kind="Q")
     with pytest.raises(DataError, match="64-bit ids; write them again as uint32"):
         import_folder(tmp_path / "wide", ImportOptions(dtype="uint32"))
     with pytest.raises(DataError, match=f"after offset {10**30}; raw uint32"):
         import_folder(tmp_path / "wide", ImportOptions(dtype="uint32", offset=10**30))
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
-        edit(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
-        edit(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
+        edit(tmp_path, lambda m: [(f.pop("dtype"), f.pop("offset")) for f in m["files"]])
         open_data(tmp_path, vocab_size=50304)
 
 
 def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path):
     """Runs over such folders find their data again by the fingerprint."""
-    splits = made_splits()
-    token_files.npy_shards(tmp_path, splits)
+    token_files.npy_shards(tmp_path, splits := made_splits())
     manifest = import_folder(tmp_path)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
@@ -370,10 +372,10 @@ def test_files_that_were_not_imported_say_how_and_a_new_one_is_noticed(tmp_path)
         open_data(tmp_path, vocab_size=50304)
     import_folder(tmp_path, ImportOptions(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
-    write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
+    new = tmp_path / "fineweb_train_000099.bin"
+    write_llmc(new, documents(9, 1))
     with pytest.raises(DataError, match=r"fineweb_train_000099\.bin: not listed"):
         open_data(tmp_path, vocab_size=50304)
-    new = tmp_path / "fineweb_train_000099.bin"
     assert verify(tmp_path) == [f"{new}: not listed in shards.json"]
 
 
@@ -433,23 +435,20 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
     for run in runs.values():
         run.train("--max_steps=20")
     for field in ("batch_hash", "loss"):
-        steps = [runs[kind].events("step") for kind in ("npy", "foreign")]
-        npy, foreign = ([event[field] for event in of_kind] for of_kind in steps)
+        npy, foreign = ([event[field] for event in run.events("step")] for run in runs.values())
         assert len(npy) == 20
         assert npy == foreign
     shown = tokens_of_step(runs["foreign"].path, 3)
     assert shown.hash == runs["npy"].events("step")[2]["batch_hash"]
     # A resume needs the same files, byte for byte.
-    path = folders["foreign"] / "tiny_train_000001.bin"
-    flip_bit(path, -2)
+    flip_bit(folders["foreign"] / "tiny_train_000001.bin", -2)
     (folders["foreign"] / "shards.json").unlink()
     import_folder(folders["foreign"], token_files.GPT2)
     assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
 
 
 def test_the_command_says_how_it_took_the_files(tmp_path):
-    folder = tmp_path / "d"
-    folder.mkdir()
+    (folder := tmp_path / "d").mkdir()
     token_files.datatrove_files(folder, made_splits("after"))
     code, said, error = launch.call("data", "import", folder, "--val_files", "0_*.ds")
     assert (code, error.count("error")) == (0, 0)
@@ -468,8 +467,8 @@ def test_the_command_says_how_it_took_the_files(tmp_path):
 def _llmc_elsewhere(folder: Path) -> None:
     files = folder.with_name("files")
     files.mkdir()
-    for split in ("train", "val"):
-        write_llmc(files / f"x_{split}.bin", [list(range(300))])
+    write_llmc(files / "x_train.bin", [list(range(300))])
+    write_llmc(files / "x_val.bin", [list(range(300))])
     import_folder(files, out=folder)
 
 

@@ -281,8 +281,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, ca
     config = history.read_config(a_run)
     how = {"micro_batch": 16, "accumulation": 8, "dtype": "bf16", "world_size": 4}
     expected = memory.StepMemory(config, **how).peak()
-    assert found["context"] > 0
-    assert found["total"] == expected.tensors + found["context"]
+    assert found["total"] == expected.tensors + found["context"] > expected.tensors
     assert found["peak_at"] == expected.peak_at
 
 
