@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import launch
+from gpt2lab.checkpoint.catalog import read_labels
+from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckpointError
 from tiny import flags_for, write_shards
 from whole_run import Run
@@ -98,6 +100,15 @@ def test_a_signal_cuts_an_evaluation_short_and_the_step_is_saved(tiny_run, tmp_p
     assert [event["step"] for event in run.events("eval")] == [0]
     run.train("--resume=latest", "--stop_after_steps=8")
     assert [event["step"] for event in run.events("eval")] == [0, 4, 8]
+
+
+def test_a_loss_of_other_windows_is_never_the_best(tiny_run):
+    run = tiny_run(max_steps=8, eval_freq=2, checkpoint_freq=2, stop_after_steps=4, val_tokens=16)
+    assert read_labels(run.path)["best"] == folder_name(4)
+    run.train("--resume=latest", "--val_tokens=640", "--stop_after_steps=8")
+    of_one, of_all = [[e["val_loss"] for e in run.events("eval")][at] for at in (2, 4)]
+    assert of_one < of_all
+    assert read_labels(run.path)["best"] == folder_name(8)
 
 
 @pytest.mark.slow

@@ -88,9 +88,12 @@ class Loader:
         """Read one global batch now."""
         plan = self._plan
         share = plan.samples // plan.world_size
-        begin = first_sample + self._rank * share
-        end = begin + (plan.samples if self._rank == 0 else share)  # rank 0 reads all, to hash all
-        windows = self.reader.read(*self.order.locate(np.arange(begin, end)))
+        begin = self._rank * share
+        rows = slice(
+            begin, begin + (plan.samples if self._rank == 0 else share)
+        )  # rank 0 hashes all
+        places = self.order.locate(np.arange(first_sample, first_sample + plan.samples))
+        windows = self.reader.read(*places, rows)
         digest = hash_windows(windows) if self._rank == 0 else None
         return self._batch(first_sample, windows[:share], num_targets=plan.tokens, digest=digest)
 

@@ -47,16 +47,26 @@ class WindowReader:
         weakref.finalize(self, _close, self._files)
         weakref.finalize(self, self.verifier.close)  # its thread would live as long as the process
 
-    def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) array.
+    def enter(self, shards: np.ndarray) -> None:
+        """Verify these shards, which are about to be read, here or by another process of this machine.
+
+        Raises: DataError if any shard that was verified so far is damaged.
+        """
+        if self._verifies:
+            self.verifier.enter(set(np.unique(shards).tolist()))
+
+    def read(
+        self, shards: np.ndarray, offsets: np.ndarray, rows: slice = slice(None)
+    ) -> np.ndarray:
+        """Return `rows` of the windows at (shards, offsets), both (n,), as an (n, T + 1) array; verify all n.
 
         It is of uint32 if any of the reader's shards is, else of uint16.
 
         Raises: DataError naming the shard if it is gone, changed, damaged, or an id is out of range (on a GPU that
         would end in an assertion that names nothing).
         """
-        if self._verifies:
-            self.verifier.enter(set(np.unique(shards).tolist()))
+        self.enter(shards)
+        shards, offsets = shards[rows], offsets[rows]
         windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             begin, id_bytes, dtype = self._layout[shard]
@@ -101,7 +111,7 @@ class Verifier:
     """A thread that compares shards with the sha256 in shards.json, each when it is first touched.
 
     A file that is another one since, or was written to, is hashed again: before a batch reads from it after one that
-    did not, and before a save. Damage found stops the run.
+    did not, and before a save. If it was not verified before, nobody knows what was read. Damage found stops the run.
     """
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
@@ -109,7 +119,7 @@ class Verifier:
         self._seen: dict[int, _Identity | None] = {}  # of the shards touched
         self._inside: set[int] = set()  # the shards of the last batch
         self._is_stale = False
-        self._verified: set[Shard] = set()
+        self._verified: dict[Shard, _Identity | None] = {}  # as what file
         self._waiting: queue.Queue[Shard | None] = queue.Queue()
         self._damage: Exception | None = None
         self._is_closed = threading.Event()
@@ -168,9 +178,7 @@ class Verifier:
         """
         self._compare_all(hash_changed=False)  # a stop has no time for that
         touched = (self._shards[index] for index in sorted(self._seen))
-        return tuple(
-            shard.path.name for shard in touched if shard.sha256 and shard not in self._verified
-        )
+        return tuple(s.path.name for s in touched if s.sha256 and not self._is_verified(s))
 
     def close(self) -> None:
         """Stop verifying. A shard that a rewound run touches later is verified again."""
@@ -183,6 +191,9 @@ class Verifier:
         self._waiting = queue.Queue()
         self._inside = set()
         self._is_stale = True
+
+    def _is_verified(self, shard: Shard) -> bool:
+        return shard in self._verified and _identify(shard) in (self._verified[shard], None)
 
     def _raise_damage(self) -> None:
         if self._damage is not None:
@@ -206,14 +217,17 @@ class Verifier:
             self._damage = shard.rejected(
                 "changed while training, and there is no shards.json to compare it with"
             )
-        elif before is None or now[:1] == before[:1]:  # its size
-            self._verified.discard(shard)
-            if not hash_changed:
-                return
-            self._verify(shard, "changed while training (its sha256 is not the one in shards.json)")
-        else:
+        elif before is not None and now[0] != before[0]:
             sizes = f"{now[0]} bytes, {before[0]} before"
             self._damage = shard.rejected(f"changed while training ({sizes})")
+        elif not hash_changed:
+            return
+        elif before is not None and self._verified.get(shard) != before:
+            self._damage = shard.rejected(
+                "changed while training, before what was read of it was verified"
+            )
+        else:
+            self._verify(shard, "changed while training (its sha256 is not the one in shards.json)")
         self._raise_damage()
         self._seen[index] = now
 
@@ -230,7 +244,7 @@ class Verifier:
     def _verify(
         self, shard: Shard, problem: str = "damaged (its sha256 is not the one in shards.json)"
     ) -> None:
-        digest = hashlib.sha256()
+        digest, identity = hashlib.sha256(), _identify(shard)
         try:
             with open(shard.path, "rb", buffering=0) as file:
                 while block := file.read(_BLOCK):
@@ -240,7 +254,7 @@ class Verifier:
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         if digest.hexdigest() == shard.sha256:
-            self._verified.add(shard)
+            self._verified[shard] = identity
         else:
             self._damage = shard.rejected(problem)
 

@@ -148,6 +148,7 @@ class Validation:
                     found[:, rows], losses = self._measure_windows(rows, model, of_parts)
                     if kept is not None:
                         kept[start : start + self._batch_size] = losses
+        self._reader.enter(self._order.locate(self._samples)[0])
         self._reader.verifier.wait()  # a damaged shard raises an error here
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)

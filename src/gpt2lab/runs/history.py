@@ -41,6 +41,7 @@ from gpt2lab.tokenizers.opening import of_record
 
 WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
+DECIDES_VALIDATION = {"data", "val_tokens"}  # changed on a resume: other windows are measured
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
 
 # A step in memory: where its line begins in the log, and its numbers.
@@ -223,8 +224,9 @@ class Log:
         return by_step
 
     def evals_of_data(self) -> list[Event]:
-        """Return the current evaluations that have a loss, in order: those since the data were changed last."""
-        changes = [e["step"] for e in self.of_kind("resume") if "data" in e.get("changes", ())]
+        """Return the current evaluations that have a loss, in order: those since their windows were changed last."""
+        resumes = self.of_kind("resume")
+        changes = [e["step"] for e in resumes if DECIDES_VALIDATION & set(e.get("changes", ()))]
         since = max(changes[-1:], default=-1)
         measured = self.current("eval").values()
         return [e for e in measured if e["val_loss"] is not None and e["step"] > since]

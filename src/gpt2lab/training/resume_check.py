@@ -51,6 +51,8 @@ class ResumeCheck:
     def describe(self) -> str:
         """Format the result for the console."""
         read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
+        if len(self.verified_batches) > 2:
+            read = f"{self.verified_batches[0]} to {self.verified_batches[-1]}"
         data = rate = "nothing logged to compare with"
         if read:
             data = f"batch of step {read} read again: the hash is the logged one"
@@ -117,9 +119,10 @@ def load_state(
     if guarded := _guarded_changes(start):
         record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
         state = dataclasses.replace(state, history=(*state.history, record))
-    if "data" in start.changes:
-        # Sample numbers mean other windows: begin at the first. Losses are of another validation split.
-        state = dataclasses.replace(state, samples=0, best_val_loss=None, best_step=None)
+    if start.changes.keys() & history.DECIDES_VALIDATION:  # losses before are of other windows
+        state = dataclasses.replace(state, best_val_loss=None, best_step=None)
+    if "data" in start.changes:  # sample numbers mean other windows: begin at the first
+        state = dataclasses.replace(state, samples=0)
     return state
 
 
@@ -130,7 +133,7 @@ def check_resume(
 
     Raises: CheckpointError naming what differs.
     """
-    logged = _logged_steps(start)
+    logged = _logged_steps(start, state)
     return ResumeCheck(
         from_step=state.step,
         world_size=start.plan.batch.world_size,
@@ -142,34 +145,41 @@ def check_resume(
     )
 
 
-def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
+def _logged_steps(start: Start, state: TrainState) -> dict[int, dict[str, Any]]:
     """Return the logged events of the step resumed from, and of the next one if an earlier start took it.
 
-    The next one is left out if its batch differs on purpose: after a change of data or a rewind.
+    The next one is left out if its batch differs on purpose: after a change of data or a rewind. If the checkpoint
+    names unverified shards, whose files may be others now, the steps since the last save that waited for hashes are
+    added.
     """
     assert start.checkpoint is not None
-    checkpoint = start.checkpoint
-    log, step = history.read_log(checkpoint.path.parent), checkpoint.step
-    turned = any(
-        event["step"] == step
-        and (event["event"] == "rewind" or _DECIDES_BATCHES & set(event.get("changes", ())))
+    log, step = history.read_log(start.checkpoint.path.parent), start.checkpoint.step
+    turns = [
+        event["step"]
         for event in log.of_kind("resume", "rewind")
-    )
-    found = {number: log.step(number) for number in ((step,) if turned else (step, step + 1))}
+        if event["event"] == "rewind" or _DECIDES_BATCHES & set(event.get("changes", ()))
+    ]
+    begin, end = step, step if step in turns else step + 1
+    if state.unverified:
+        saves = (e["step"] for e in log.of_kind("checkpoint") if e.get("kind") != "emergency")
+        begin = 1 + max((number for number in (*saves, *turns) if number < step), default=0)
+    found = {number: log.step(number) for number in range(begin, end + 1)}
     return {number: event for number, event in found.items() if event is not None}
 
 
 def _compare_batches(
     start: Start, state: TrainState, loader: Loader, logged: dict[int, dict[str, Any]]
 ) -> list[int]:
-    """Read the last batch, and the next one if an earlier start took it, and compare their hashes."""
+    """Read the batches of the logged steps again, and compare their hashes."""
     if _DECIDES_BATCHES & set(start.changes):
         return []
-    compared = []
-    before = state.samples - start.plan.batch.samples
-    for step, first in ((state.step, before), (state.step + 1, state.samples)):
-        event = logged.get(step)
-        if event is None or first < 0 or event.get("batch_hash") is None:
+    compared, size = [], start.plan.batch.samples
+    for step, event in logged.items():
+        # After a rewind, earlier samples are not as many steps before.
+        first = state.samples + (step - state.step - 1) * size
+        if step < state.step:
+            first = event.get("first_sample", -1)
+        if first < 0 or event.get("batch_hash") is None:
             continue
         found = loader.fetch(first).hash
         if found != event["batch_hash"]:

@@ -67,6 +67,8 @@ class Trainer:
             while True:
                 self.loader.reader.verifier.touch_named(self.state.unverified)
                 if self.is_last:
+                    if self.state.unverified:  # no save follows that would wait for their hashes
+                        self.runtime.on_all_ranks(self.loader.reader.verifier.wait)
                     return self.end()
                 with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
                     reason = self.run_steps(batches)

@@ -1,4 +1,4 @@
-"""Tokens to another model's loss: what lies between runs, what is rejected, the figures of docs/log/2026.md."""
+"""Tokens to another model's loss: what lies between runs, what is rejected."""
 
 import json
 
@@ -7,9 +7,6 @@ import pytest
 from benchmarks import fewer_tokens
 from benchmarks.fewer_tokens import End
 from gpt2lab.errors import CheckError
-from launch import REPOSITORY
-
-MEASURED = sorted((REPOSITORY / "docs" / "fewer_tokens").glob("*.json"))
 
 
 def test_tokens_lie_between_two_complete_runs_by_their_logarithm():
@@ -51,15 +48,3 @@ def test_ratios_are_taken_seed_by_seed(tmp_path):
     table.write_text("{}")
     with pytest.raises(CheckError, match="no table that ablate wrote"):
         fewer_tokens.read(table)
-
-
-@pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
-def test_the_pages_show_what_the_files_hold(table):
-    page = (REPOSITORY / "docs" / "log" / "2026.md").read_text()
-    found = fewer_tokens.read(table)
-    for row in fewer_tokens.rows(found):
-        cells = [cell.strip() for cell in row.strip("|").split("|")[1:] if cell.strip()]
-        lines = page.replace("*", "").splitlines()
-        assert any(all(cell in line for cell in cells) for line in lines), row
-    page, ratio = " ".join((REPOSITORY / "docs" / "modern.md").read_text().split()), found.ratio
-    assert f"[{ratio.mean:.3f} ± {ratio.half_width:.3f}](fewer_tokens/{table.name})" in page

@@ -82,7 +82,7 @@ def test_a_checkout_that_is_another_program_or_whose_line_has_moved_is_rejected_
         contestants.peer("predecessor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
 
 
-def test_all_formats_hold_the_same_tokens_and_made_up_ones_are_as_uneven_as_text(tmp_path):
+def test_all_formats_hold_the_same_tokens(tmp_path):
     tokens = token_stream.text_tokens(200_000, vocab_size=50304)
     assert tokens.dtype == np.uint16
     assert tokens.max() < 50257
@@ -92,13 +92,6 @@ def test_all_formats_hold_the_same_tokens_and_made_up_ones_are_as_uneven_as_text
     assert (shard == tokens).all()
     assert (np.fromfile(tmp_path / "data" / "tokens.bin", dtype=np.uint16) == tokens).all()
     assert token_stream.text_tokens(1000, vocab_size=256).max() < 256
-    tokens = token_stream.markov_tokens(100_000, vocab_size=50304)
-    assert (tokens == token_stream.markov_tokens(100_000, vocab_size=50304)).all()
-    assert tokens.max() < 50257
-    counts = np.sort(np.bincount(tokens))[::-1]
-    assert counts[0] > 20 * counts[100]  # Zipf
-    follows = (tokens[:-1].astype(int) * 31 + 7) % 50257 == tokens[1:]
-    assert 0.45 < follows.mean() < 0.6
 
 
 def test_a_contestant_is_stopped_when_enough_is_known_or_reported_with_its_last_words(tmp_path):
@@ -137,23 +130,8 @@ def test_memory_and_operators_of_any_training_script(tmp_path):
     assert 4 * weights < live < 6.1 * weights
     seconds = trainers.split_operators(profile["operators"], profile["step_seconds"], None)
     assert sum(seconds.values()) == pytest.approx(profile["step_seconds"], rel=0.3)
-    assert seconds["matmul"] > 0
-    assert seconds["optimizer"] > 0
+    assert min(seconds["matmul"], seconds["optimizer"]) > 0
     assert seconds["attention"] == seconds["communication"] == 0
-
-
-@pytest.mark.slow
-def test_a_step_of_two_optimizers_is_one_step(tmp_path):
-    """Muon trains with two; the peak is that of three steps, of which the third sees the first one's end."""
-    text = TRAINING.replace("    optimizer.step()\n", "    optimizer.step()\n    second.step()\n")
-    begin = "second, n = torch.optim.SGD(model.parameters()), 0\nwhile True:\n    n += 1"
-    text = text.replace("while True:", begin)
-    text += "    open(STEPS, 'w').write(str(n))\n"
-    (tmp_path / "train.py").write_text(f"STEPS = {str(tmp_path / 'steps')!r}\n{text}")
-    script = (str(tmp_path / "train.py"),)
-    trainer = Contestant("two", script, place_in(tmp_path), contestants._our_steps, SMALL)
-    running.measure_inside(trainer, "memory", limit_seconds=HANG_SECONDS)
-    assert (tmp_path / "steps").read_text() == "2"  # whole ones before the third's first optimizer
 
 
 def test_a_forecast_stands_beside_what_was_measured(tmp_path):
@@ -182,9 +160,8 @@ def test_ours_runs_first_and_last_and_a_ratio_within_the_noise_is_not_printed():
     assert race.order(["A"], 1) == list("AA")
     ours = entry_of("ours", [1.0, 1.0], [1.1, 1.1])
     assert race.ratio(ours, entry_of("slow", [2.1, 2.1]))[1] == "2.00"
-    value, text = race.ratio(ours, entry_of("near", [1.1, 1.1]))
-    assert value is None
-    assert text == "not resolved: rounds differ by 10%"
+    near = race.ratio(ours, entry_of("near", [1.1, 1.1]))
+    assert near == (None, "not resolved: rounds differ by 10%")
     unsteady = entry_of("unsteady", [1.0, 1.0], [3.0, 3.0])
     assert race.ratio(ours, unsteady)[0] is None
 
@@ -200,7 +177,6 @@ def test_the_table_holds_the_medians_of_the_timed_steps():
     assert rows[0]["tokens_per_second"] == pytest.approx(64 / 0.2)
     assert rows[0]["tokens_per_second_p10"] == pytest.approx(64 / 0.25)
     assert rows[1]["ours_is_times"] == {"ours": pytest.approx(2)}
-    assert rows[0]["ours_is_times"] == {}
     assert rows[1]["share_of_matmul"] == pytest.approx(64 / 0.4 * SMALL.flops_per_token / 1e9)
     assert rows[1]["mfu"] == pytest.approx(rows[1]["share_of_matmul"] / 2)
     assert (rows[1]["loss_first"], rows[1]["loss_last"]) == (5.0, 2.0)
@@ -254,15 +230,7 @@ def test_ceilings_are_measured_and_leave_the_precision_as_it_was(monkeypatch):
     found = ceilings.measure_ceilings("cpu", SMALL)
     assert torch.get_float32_matmul_precision() == before
     assert min(v for v in found.as_json().values() if isinstance(v, float)) > 1e6
-    assert found.matmul("fp32") == found.matmul_fp32
     assert "matmul bf16" in ceilings.describe(found)
-
-
-@pytest.mark.slow
-def test_the_peak_of_registers_is_measured_or_unknown():
-    found = ceilings.register_peak("fp32", threads=1, flags=ceilings.cpu_flags())
-    assert found is None or found > 1e6
-    assert ceilings.register_peak("bf16", threads=1, flags={"sse2", "avx2"}) is None
 
 
 @pytest.mark.parametrize("amx", ["amx_tile", "amx_bf16"])

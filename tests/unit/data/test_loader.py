@@ -18,7 +18,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.data import windows as verifier_module
 from gpt2lab.data.shards import Shard, open_data, open_shard
 from gpt2lab.data.windows import Verifier, WindowReader
-from gpt2lab.errors import DataError
+from gpt2lab.errors import CheckpointError, DataError
 from gpt2lab.files import sha256_of
 from loading import T, loader_over
 from long_logs import peak_bytes
@@ -126,8 +126,18 @@ def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
     [stop] = (e for e in read_events(run_dir) if e["event"] == "stop")
     assert stop["step"] < 500
     assert unverified(stop["step"]) == [train]
+    again = [*flags, "--resume=latest", "--allow_change=max_steps", "--max_steps"]
+    ids = np.load(prepared / train)
+    np.save(prepared / train, ids[::-1])
+    with pytest.raises(CheckpointError, match="step 1 would read another batch"):
+        pretrain(parse([*again, str(stop["step"])]))
+    np.save(prepared / train, ids)
+    flip_bit(prepared / train, -30)
+    with pytest.raises(DataError, match="damaged"):
+        pretrain(parse([*again, str(stop["step"])]))
+    flip_bit(prepared / train, -30)
     last = stop["step"] + 3
-    pretrain(parse([*flags, f"--max_steps={last}", "--resume=latest", "--allow_change=max_steps"]))
+    pretrain(parse([*again, str(last)]))
     assert unverified(last) == []
 
 
@@ -181,6 +191,25 @@ def test_a_stop_hashes_no_shard_that_changed_but_says_it_is_unverified(tmp_path,
     assert len(hashed) == 1
     assert verifier.unverified() == ()
     verifier.close()
+    # Nobody knows what was read of one that changed before it was verified.
+    go_on = threading.Event()
+    monkeypatch.setattr(Verifier, "_verify", lambda *a: (go_on.wait(100), plain(*a))[1])
+    verifier.touch(0)
+    os.utime(shard.path, (1, 1))
+    go_on.set()
+    with pytest.raises(DataError, match="changed while training, before what was read"):
+        verifier.wait()
+    verifier.close()
+
+
+def test_a_process_verifies_what_others_of_its_machine_read(tmp_path):
+    *shards, damaged = sparse_shards(tmp_path, count=4, tokens=2 * T + 1)
+    known = [dataclasses.replace(shard, sha256=sha256_of(shard.path)) for shard in shards]
+    reader = WindowReader((*known, damaged), context_length=T, id_limit=VOCAB, verify=True)
+    assert reader.read(np.arange(4), np.zeros(4, int), slice(2, 3)).shape == (1, T + 1)
+    with pytest.raises(DataError, match=rf"{damaged.path.name}: damaged"):
+        reader.verifier.wait()
+    reader.close()
 
 
 @pytest.mark.parametrize("verify", [False, True])
