@@ -296,8 +296,6 @@ def compare(
         target if target is not None or curve is None else curve.losses[-1] for curve in baseline
     ]
     base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
-    if target is None:  # its last loss, which it may have touched before by chance
-        base = [(float(c.tokens[-1]), c.seconds[-1]) if c else None for c in baseline]
     differences = last_differences(curves)
     rows = []
     for setting, of_seeds in curves.items():

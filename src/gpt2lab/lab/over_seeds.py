@@ -98,6 +98,8 @@ def compare_all(
 ) -> list[Comparison]:
     """Compare settings with a baseline, given {setting: its differences, one per seed}.
 
+    Settings that were not evaluated on the same units differ only if that shows over units too, and are never equal:
+    over seeds, the difference of the texts is the same for all.
     The t tests are corrected by Holm. Confidence sequences, power and equality use alpha / tests (Bonferroni).
     `tests`: number of settings that were to be compared, if more than these; one that diverged has p = 1.
     """
@@ -120,14 +122,22 @@ def compare_all(
             if seeds.se is not None:
                 half = stats.t_half_width(seeds.se, seeds.seeds - 1, alpha)
                 equal = bool(abs(seeds.mean) + half < smallest)
+        of_units = units.get(name)
+        if of_units is not None and not of_units.paired:
+            is_open = (
+                of_units.low is None or of_units.high is None or of_units.low <= 0 <= of_units.high
+            )
+            differs, equal = differs and not is_open, False
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"
         if differs:
             words: tuple[Verdict, Verdict] = ("higher", "lower")
             verdict = (words if metric != LOSS else ("worse", "better"))[lower]
-        p_holm, of_units = adjusted.get(name), units.get(name)
         comparisons.append(
-            Comparison(name, baseline, seeds, of_units, p_holm, need, sequential, verdict, metric)
+            Comparison(
+                *(name, baseline, seeds, of_units, adjusted.get(name), need, sequential),
+                *(verdict, metric),
+            )
         )
     return comparisons
 
@@ -168,6 +178,9 @@ def _verdict(found: Comparison, smallest: float) -> str:
     interval = f"{what} {low_end} to {high_end} {over}"
     if found.verdict == "equal":
         return f"{name} and {baseline} differ by less than {smallest:g}{_unit(found)} ({interval})"
+    if found.over_units is not None and not found.over_units.paired:
+        why = f"each was measured on its own {found.over_units.unit}s, and seeds cannot show what that changes"
+        return f"not decided: {name} - {baseline} is {shown}{_unit(found)} ({interval}); {why}"
     if sequential is None and not low <= 0 <= high:
         interval += f"; corrected for all settings, p is {found.p_holm:.2g}"
     return (

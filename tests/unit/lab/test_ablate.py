@@ -88,6 +88,10 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     assert (rival.tokens, rival.reached) == (200, 2)
     assert rival.loss_difference is None  # after fewer tokens
     assert base.loss_difference == exactly(0.0)
+    # One that rose again reached its last loss before, and so did the same curve.
+    rising = Curve((100, 200, 300), (1.0, 2.0, 3.0), (6.0, 3.0, 4.0))
+    base, rival = compare({"a": [rising] * 2, "b": [rising] * 2}, target=None)
+    assert base.tokens_ratio == rival.tokens_ratio == exactly(1.0)
     # A loss that a seed does not reach has no mean.
     flat = Curve((100,), (1.0,), (9.0,))
     _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)

@@ -137,3 +137,8 @@ def test_the_sentence_says_what_other_documents_would_show() -> None:
     of_c = [results(losses - 0.1 + rng.normal(0, 0.5, 12), text="y")]
     (vague,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_c, "val_loss")})
     assert sentence(vague).endswith("12 documents, not paired), either sign is possible.")
+    # All seeds see the same difference of the documents, so they alone decide nothing.
+    alike = {"modern": [0.001, 0.0011, 0.0009]}
+    (equal,) = compare_all("gpt2", alike, {"modern": over_units(of_a, of_c, "val_loss")})
+    assert (clear.verdict, vague.verdict, equal.verdict) == ("better", *["not decided"] * 2)
+    assert "its own documents, and seeds cannot show what that changes" in sentence(vague)
