@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpt2lab.config.flags import TARGET, argument, option
 from gpt2lab.config.schema import Config, Dtype, HellaSwagMetrics, SystemConfig
-from gpt2lab.errors import ConfigError, NonFiniteError
+from gpt2lab.errors import ConfigError, DataError, NonFiniteError
 from gpt2lab.runs.console import doing
 
 if TYPE_CHECKING:
@@ -141,6 +141,12 @@ def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
     if data.fingerprint != trained_on:
         name, folder = target.name, str(data.folder)
         require_same(target.tokenizer(), data.tokenizer, model=name, data=folder)
+        if request.val is None and trained_on is not None:
+            raise DataError(
+                f"{folder}: not the data that {name} trained on (fingerprint {data.fingerprint[:12]}, the run's "
+                f"{trained_on[:12]}), so it may have trained on what is validation text here; restore the folder, or "
+                f"name it with --val to measure on it all the same"
+            )
     return data, open_validation(
         data,
         shape,

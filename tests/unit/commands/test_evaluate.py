@@ -131,6 +131,10 @@ def test_rejections_are_one_line(folder, monkeypatch):
     line = rejected("a", "--hellaswag", "--hellaswag_path=gone.jsonl")
     assert "gone.jsonl: cannot be read" in line
     assert "val_tokens 0 must be at least 1" in rejected("a", "--val_tokens=0")
+    more = folder / "data" / "tiny_val_000001.npy"
+    np.save(more, np.ones(64, np.uint16))
+    assert "data: not the data that a trained on (fingerprint " in rejected("a")
+    more.unlink()
 
 
 def test_damaged_data_are_named_and_a_damaged_checkpoint_is_never_evaluated(folder, tmp_path):
