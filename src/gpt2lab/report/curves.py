@@ -195,14 +195,21 @@ class _Places:
     def __init__(self, log: history.Log) -> None:
         self._log = log
         self._tokens = log.column("tokens")
+        self._begin = (0, 0.0)
+        begin = next(iter(log.of_kind("begin")), {"step": 0})
+        if len(log.numbers) and 0 < begin["step"] < log.numbers[0]:
+            # A branch begins with the tokens of the run that it is a branch of, at hour 0.
+            before = (log.numbers[0] - begin["step"]) * begin["tokens_per_step"]
+            self._begin = (begin["step"], self._tokens[0] - before)
         hours = np.nan_to_num(log.column("step_seconds"), copy=False)
         self._hours = np.cumsum(hours, out=hours)
         self._hours /= 3600
 
     def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
         x, numbers = np.fromiter(steps, float), self._log.numbers
-        # A branch begins with the tokens of the run that it is a branch of, at hour 0.
-        tokens = np.interp(x, np.append(0, numbers), np.append(0.0, self._tokens))
+        tokens = np.interp(
+            x, np.append(self._begin[0], numbers), np.append(self._begin[1], self._tokens)
+        )
         hours = np.interp(x, numbers, self._hours, left=0.0)
         return {"step": x, "tokens": tokens, "hours": hours}
 

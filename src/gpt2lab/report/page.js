@@ -42,14 +42,15 @@ function follow(chart) {
     const left = parseFloat(style.paddingLeft);
     const width = frame.width - left - parseFloat(style.paddingRight);
     const at = low + ((high - low) * (event.clientX - frame.left - left)) / width;
-    const place = known[0].x[nearest(known[0].x, at)];
+    const places = known.map((one) => one.x[nearest(one.x, at)]);
+    const place = places.reduce((best, one) => (Math.abs(one - at) < Math.abs(best - at) ? one : best));
     const share = (place - low) / (high - low);
     tip.replaceChildren();
     row(tip, "", written(axis, place));
     for (const one of known) {
       const i = nearest(one.x, place);
       const error = one.error && one.error[i] ? ` ± ${one.error[i]}` : "";
-      const where = one.error && one.x[i] !== place ? ` at ${written(axis, one.x[i])}` : "";
+      const where = one.x[i] !== place ? ` at ${written(axis, one.x[i])}` : "";
       row(tip, one.colour, `${one.name}: ${one.y[i].toLocaleString("en-US", { maximumSignificantDigits: 5 })}${error}${where}`);
     }
     tip.hidden = false;
