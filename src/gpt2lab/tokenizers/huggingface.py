@@ -276,9 +276,15 @@ def _drops_text(values: dict[str, Any]) -> bool:
     has_unknown = model.get("unk_id") is not None or (
         isinstance(vocabulary, dict) and unknown in vocabulary
     )
-    splitters = values.get("pre_tokenizer") or {}
-    kinds = {one.get("type") for one in (splitters, *splitters.get("pretokenizers", ()))}
-    return not (has_unknown or model.get("byte_fallback") or "ByteLevel" in kinds)
+    is_by_byte = model.get("byte_fallback") or "ByteLevel" in _kinds(values, "pre_tokenizer")
+    return not (has_unknown or is_by_byte)
+
+
+def _kinds(values: dict[str, Any], part: str) -> set[str | None]:
+    """Return the types of the decoder or pre_tokenizer, and of its parts if it is a sequence."""
+    whole = values.get(part) or {}
+    parts = (*whole.get("pretokenizers", ()), *whole.get("decoders", ()))
+    return {one.get("type") for one in (whole, *parts)}
 
 
 def _find_own(values: dict[str, Any]) -> Tokenizer | None:
@@ -329,7 +335,7 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
         id: token for token, id in _ids_of(values, TOKENIZER_FILE).items() if id not in special
     }
     lengths = np.zeros(size, dtype=np.int64)
-    if (values.get("decoder") or {}).get("type") == "ByteLevel":
+    if "ByteLevel" in _kinds(values, "decoder") | _kinds(values, "pre_tokenizer"):
         alphabet = set(byte_alphabet())
         for id, token in by_id.items():
             lengths[id] = len(token) if alphabet.issuperset(token) else len(token.encode())

@@ -72,6 +72,13 @@ def test_lengths_of_ids_are_bytes_of_text(tokenizer):
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
+def test_bytes_are_known_where_the_decoder_is_a_sequence(trained):
+    values = json.loads(trained.tokenizer_json())
+    values["decoder"] = {"type": "Sequence", "decoders": [values["decoder"]]}
+    found = of_json(json.dumps(values).encode(), trained.end_token, "sequence")
+    assert found.byte_lengths().tolist() == trained.byte_lengths().tolist()
+
+
 def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer):
     text = " ".join(TEXTS)
     places = [match.start() for match in tokenizer.cuts.finditer(text)]
