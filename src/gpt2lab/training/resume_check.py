@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpt2lab.checkpoint import store
@@ -133,68 +135,77 @@ def check_resume(
 
     Raises: CheckpointError naming what differs.
     """
-    logged = _logged_steps(start, state)
+    assert start.checkpoint is not None
+    log = history.read_log(start.checkpoint.path.parent)
     return ResumeCheck(
         from_step=state.step,
         world_size=start.plan.batch.world_size,
         saved_world_size=saved_environment(start)["world_size"],
         changes=start.changes,
         level=_level(start, facts),
-        verified_batches=_compare_batches(start, state, loader, logged),
-        verified_lr=_compare_lr(start, state, logged),
+        verified_batches=_compare_batches(start, state, loader, log),
+        verified_lr=_compare_lr(start, state, log.step(state.step)),
     )
 
 
-def _logged_steps(start: Start, state: TrainState) -> dict[int, dict[str, Any]]:
-    """Return the logged events of the step resumed from, and of the next one if an earlier start took it.
-
-    The next one is left out if its batch differs on purpose: after a change of data or a rewind. If the checkpoint
-    names unverified shards, whose files may be others now, the steps since the last save that waited for hashes are
-    added.
-    """
-    assert start.checkpoint is not None
-    log, step = history.read_log(start.checkpoint.path.parent), start.checkpoint.step
-    turns = [
+def _turns(log: history.Log) -> list[int]:
+    """Return the steps after which other batches came on purpose: after a change of data or a rewind."""
+    return [
         event["step"]
         for event in log.of_kind("resume", "rewind")
         if event["event"] == "rewind" or _DECIDES_BATCHES & set(event.get("changes", ()))
     ]
-    begin, end = step, step if step in turns else step + 1
-    if state.unverified:
-        saves = (e["step"] for e in log.of_kind("checkpoint") if e.get("kind") != "emergency")
-        begin = 1 + max((number for number in (*saves, *turns) if number < step), default=0)
-    found = {number: log.step(number) for number in range(begin, end + 1)}
-    return {number: event for number, event in found.items() if event is not None}
+
+
+def _logged_batches(
+    start: Start, state: TrainState, loader: Loader, log: history.Log
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield logged steps, and the first sample that each reads.
+
+    These are the step resumed from, and the next one if an earlier start took it on the same batch. If the checkpoint
+    names unverified shards, whose files may be others now, the steps before that read them come first, back to the last
+    save that waited for hashes.
+    """
+    size, turns = start.plan.batch.samples, _turns(log)
+    shards = enumerate(loader.reader.shards)
+    doubtful = [index for index, shard in shards if shard.path.name in state.unverified]
+    saves = (e["step"] for e in log.of_kind("checkpoint") if e.get("kind") != "emergency")
+    known = max((step for step in (*saves, *turns) if step < state.step), default=0)
+    for step in range(known + 1 if doubtful else state.step, state.step):
+        event = log.step(step)
+        if event is not None and (first := event.get("first_sample")) is not None:
+            read = loader.order.locate(np.arange(first, first + size))[0]
+            if np.isin(read, doubtful).any():
+                yield event, first
+    for step, first in ((state.step, state.samples - size), (state.step + 1, state.samples)):
+        event = log.step(step)
+        if event is not None and first >= 0 and not (step > state.step and state.step in turns):
+            yield event, first
 
 
 def _compare_batches(
-    start: Start, state: TrainState, loader: Loader, logged: dict[int, dict[str, Any]]
+    start: Start, state: TrainState, loader: Loader, log: history.Log
 ) -> list[int]:
-    """Read the batches of the logged steps again, and compare their hashes."""
+    """Read the batches of logged steps again, and compare their hashes."""
     if _DECIDES_BATCHES & set(start.changes):
         return []
-    compared, size = [], start.plan.batch.samples
-    for step, event in logged.items():
-        # After a rewind, earlier samples are not as many steps before.
-        first = state.samples + (step - state.step - 1) * size
-        if step < state.step:
-            first = event.get("first_sample", -1)
-        if first < 0 or event.get("batch_hash") is None:
+    compared = []
+    for event, first in _logged_batches(start, state, loader, log):
+        if event.get("batch_hash") is None:
             continue
         found = loader.fetch(first).hash
         if found != event["batch_hash"]:
             raise CheckpointError(
-                f"step {step} would read another batch than the one logged (sha256 {str(found)[:12]}, logged "
+                f"step {event['step']} would read another batch than the one logged (sha256 {str(found)[:12]}, logged "
                 f"{event['batch_hash'][:12]}): the data changed or metrics.jsonl is of another run; restore them, "
                 f"or let gpt2lab data import write a shards.json for the new data and resume with --allow_change data"
             )
-        compared.append(step)
+        compared.append(event["step"])
     return compared
 
 
-def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any]]) -> float | None:
-    """Compare the schedule's rate of the last step, and fp16's loss scale after it, with those logged."""
-    event = logged.get(state.step)
+def _compare_lr(start: Start, state: TrainState, event: dict[str, Any] | None) -> float | None:
+    """Compare the schedule's rate of the last step, and fp16's loss scale after it, with those of its event."""
     if event is None or event.get("lr") is None or _guarded_changes(start):
         return None
     lr = lr_at(state.step, start.config.optim, max_steps=start.plan.max_steps)
