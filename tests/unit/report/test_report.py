@@ -476,7 +476,7 @@ def test_the_page_is_readable_at_any_width_in_both_schemes(run_dir, tmp_path, ru
     assert found["cut"] == 0  # the verdicts of the forecast
     assert found["scrolls"] >= (1 if width < 1280 else 0)
     first, middle, last = found["tips"]
-    assert first["text"].startswith("step 1\n")
+    assert re.match(r"step 0\n.*training, running median: [\d.]+ at step 1\n", first["text"])
     assert last["text"].startswith("step 4\n")
     assert "validation ± standard error: " in middle["text"]
     assert all(tip["left"] >= 0 and tip["right"] <= width for tip in found["tips"])
