@@ -25,6 +25,7 @@ from gpt2lab.model.hf_config import (
     HF_CONFIG,
     HF_INDEX,
     REQUIRED,
+    UNKNOWN,
     model_type_of,
     required_of_ours,
 )
@@ -73,8 +74,9 @@ def export(
         _check_login()
     model = load_weights(target).eval()
     tokenizer = target.tokenizer()
-    if why_no_text(tokenizer, model.config.vocab_size):
-        tokenizer = None
+    warnings = target.warnings
+    if (problem := why_no_text(tokenizer, model.config.id_limit)) is not None:
+        tokenizer, warnings = None, (*warnings, f"{problem}: no tokenizer is written")
     tensors = hf_tensors(model, getattr(torch, dtype))
     with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
         _write_weights(folder, tensors, shard_bytes)
@@ -101,7 +103,7 @@ def export(
         faultpoint("export.before_rename", 0)
     if push_to_hub is not None:
         _push(out, push_to_hub)
-    return numbers, target.warnings
+    return numbers, warnings
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -163,6 +165,7 @@ def write_hf_config(
             **common,
             **{name: allowed[0] for name, allowed in required_of_ours(config.head).items()},
         }
+    values |= UNKNOWN if end_of_text is None else {}
     (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -20,6 +20,7 @@ HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
 HF_INDEX, HF_SHARDS = f"{HF_WEIGHTS}.index.json", "model-*-of-*.safetensors"
 # Model types: transformers' own, and that of huggingface/modeling_gpt2lab.py.
 GPT2, GPT2LAB = "gpt2", "gpt2lab"
+UNKNOWN = {"gpt2lab_tokenizer": "unknown"}  # in config.json, if no tokenizer is written
 FORMAT = 2  # of a GPT2LAB folder; huggingface/configuration_gpt2lab.py has the same number
 PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
 
@@ -52,6 +53,16 @@ def our_name(name: str) -> str | None:
 def model_type_of(config: ModelConfig) -> str:
     """Return the model type under which a model is exported: GPT-2's wherever it is one."""
     return GPT2LAB if options_of(config) else GPT2
+
+
+def tokenizer_is_unknown(folder: Path) -> bool:
+    """Tell whether we exported a model without a tokenizer, so that its ids are not GPT-2's.
+
+    Raises: CheckpointError.
+    """
+    return (
+        UNKNOWN.items() <= JsonFile(folder / HF_CONFIG, CheckpointError, follow=True).read().items()
+    )
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -94,7 +105,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
     with contextlib.suppress(DataError):  # weights need no tokenizer
         own = find_in(folder)
     # Without a tokenizer beside the weights, up to 50,304 rows are taken for GPT-2's vocabulary.
-    num_tokens = NUM_TOKENS if vocab_size <= PADDED_VOCABULARY else vocab_size
+    is_gpt2 = vocab_size <= PADDED_VOCABULARY and not UNKNOWN.items() <= values.items()
+    num_tokens = NUM_TOKENS if is_gpt2 else vocab_size
     config = ModelConfig(
         n_layer=n_layer,
         n_head=n_head,

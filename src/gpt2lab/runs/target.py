@@ -18,6 +18,7 @@ from gpt2lab.model.hf_config import (
     HF_WEIGHTS,
     PADDED_VOCABULARY,
     read_hf_config,
+    tokenizer_is_unknown,
 )
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import check_entries
@@ -61,9 +62,9 @@ class Target:
         if self.checkpoint is not None:
             return tokenizer_of(self.checkpoint)
         found = find_in(self.folder)
-        if found is None and self.model_config().vocab_size <= PADDED_VOCABULARY:
-            return GPT2
-        return found
+        if found is not None or tokenizer_is_unknown(self.folder):
+            return found
+        return GPT2 if self.model_config().vocab_size <= PADDED_VOCABULARY else None
 
 
 def tokenizer_of(checkpoint: CheckpointInfo) -> Tokenizer | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import ceilings, contestants, race, running, token_stream, trainers
 from benchmarks.contestants import Contestant, Step
@@ -220,17 +219,6 @@ def test_operators_are_sorted_by_what_they_do_and_what_none_explains_is_idle_or_
     assert "matmul 600.0 ms (60%)" in trainers.describe_split("ours", seconds)
     seconds = trainers.split_operators({"aten::mm": 0.6}, 1.0, 0.1)
     assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
-
-
-def test_ceilings_are_measured_and_leave_the_precision_as_it_was(monkeypatch):
-    monkeypatch.setattr(ceilings, "_SECONDS", 0.0)
-    monkeypatch.setattr(ceilings, "_LEAST_ROUNDS", 1)
-    monkeypatch.setattr(ceilings, "_matmul_shapes", lambda size, device: [(128, 128, 128)])
-    before = torch.get_float32_matmul_precision()
-    found = ceilings.measure_ceilings("cpu", SMALL)
-    assert torch.get_float32_matmul_precision() == before
-    assert min(v for v in found.as_json().values() if isinstance(v, float)) > 1e6
-    assert "matmul bf16" in ceilings.describe(found)
 
 
 @pytest.mark.parametrize("amx", ["amx_tile", "amx_bf16"])

@@ -107,6 +107,7 @@ def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(folder,
     assert (config.vocab_size, config.eos_token_id) == (VOCAB, None)
     assert answer["parameters"] == sum(t.numel() for t in ours(folder, "small").values())
     assert "none: vocab_size 256 is below GPT-2's 50257" in (out / "README.md").read_text()
+    assert find_target(str(out), folder).tokenizer() is None
 
 
 def test_a_checkpoint_and_an_export_can_be_exported(folder, tmp_path):
