@@ -90,14 +90,17 @@ class Completer:
         self.tokens, self.seconds = 0, 0.0
         self.outgrew = False  # True if some text was longer than the context
 
+    def ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text; a tuned model's may hold the end of text of the chat template, typed out."""
+        tokenizer, is_tuned = self.tokenizer, was_tuned(self.target)
+        return encode_typed(text, tokenizer) if is_tuned else tokenizer.encode(text)
+
     def encode(self, prompt: str, where: str = "the prompt") -> list[int]:
-        """Return the ids of a prompt; a tuned model's may hold the end of text of the chat template, typed out.
+        """Return the ids of a prompt.
 
         Raises: ConfigError if they do not fit into the context.
         """
-        tokenizer, limit = self.tokenizer, self.context_length
-        is_tuned = was_tuned(self.target)
-        ids = encode_typed(prompt, tokenizer) if is_tuned else tokenizer.encode(prompt)
+        ids, limit = self.ids_of(prompt), self.context_length
         if len(ids) > limit:
             raise ConfigError(
                 f"{where} has {len(ids)} tokens, the model's context holds {limit}; shorten it"
@@ -115,7 +118,8 @@ class Completer:
                 rows = list(counted(self.draw(ids, number, places, self.style), "tokens", most))
             for drawn in map(list, zip(*rows, strict=True)):
                 text = drawn[: drawn.index(end)] if (ended := end in drawn) else drawn
-                yield Completion(self.tokenizer.decode(text), len(text), ended)
+                shown = self.tokenizer.decode_after(self.before(ids), text)
+                yield Completion(shown, len(text), ended)
 
     def stream(
         self, ids: list[int], *, number: int, place: int, at_most: int | None = None
@@ -123,7 +127,11 @@ class Completer:
         """Yield the text of `complete` at `place` token by token, up to `at_most` tokens."""
         drawn = itertools.islice(self.draw(ids, number, [place], self.style), at_most)
         end = self.tokenizer.end_of_text
-        yield from self.tokenizer.stream(id for (id,) in drawn if id != end)
+        yield from self.tokenizer.stream((id for (id,) in drawn if id != end), self.before(ids))
+
+    def before(self, ids: list[int]) -> list[int]:
+        """Return the ids that a continuation is decoded after: the prompt's, but an answer is a text of its own."""
+        return [] if was_tuned(self.target) else ids
 
     def draw(
         self, ids: list[int], number: int, places: list[int], style: SamplingParams

@@ -152,7 +152,13 @@ def _flag(body: dict[str, Any], key: str) -> bool:
 def _max_tokens(body: dict[str, Any], longest: int, context: int, *, is_chat: bool) -> int:
     """Return the most tokens of an answer; the last one is drawn, not read, and needs no place in the context."""
     room = context + 1 - longest
-    key = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    newer, key = "max_completion_tokens", "max_tokens"
+    if body.get(newer) is not None:
+        if body.get(key) is not None:
+            raise Problem(
+                400, f"{key} and {newer} are two names of one number; give one", param=key
+            )
+        key = newer
     asked: int | None = _number(body, key, None, 1, 2**31)
     if asked is not None and asked > room:
         raise _too_long(f"the prompt has {longest} tokens and {key} is {asked}", context, key)
@@ -185,7 +191,7 @@ def _prompts(body: dict[str, Any], completer: Completer, *, is_chat: bool) -> li
     def encode(text: str) -> list[int]:
         if len(text) > longest:
             raise _too_long("the prompt is too long", context, param)
-        return tokenizer.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return completer.ids_of(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     try:
         if is_chat:
@@ -256,6 +262,7 @@ class Choice:
     tokenizer: Tokenizer
     stop: Sequence[str]
     most: int  # tokens
+    before: Sequence[int] = ()  # ids that the text is decoded after
     ids: list[int] = field(default_factory=list)
     text: str = ""  # sent so far
     finish: str | None = None  # stop | length
@@ -272,7 +279,7 @@ class Choice:
         else:
             self.ids.append(id)
             self.finish = "length" if len(self.ids) == self.most else None
-        text = self.tokenizer.decode(self.ids)
+        text = self.tokenizer.decode_after(self.before, self.ids)
         if cuts := [at for stop in self.stop if (at := text.find(stop)) >= 0]:
             text, self.finish = text[: min(cuts)], "stop"
         if not self.finish:

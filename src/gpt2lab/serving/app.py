@@ -214,8 +214,9 @@ class _Service:
         completer = self.engine.completer
         wanted = read_request(content, completer, self.name, is_chat=is_chat)
         generation, reply = self.engine.start(wanted, request), Reply(wanted, self.name)
+        how = (completer.tokenizer, wanted.stop, wanted.style.max_new_tokens)
         choices = [
-            Choice(index, completer.tokenizer, wanted.stop, wanted.style.max_new_tokens)
+            Choice(index, *how, completer.before(wanted.prompts[index // wanted.n]))
             for index in range(len(wanted.prompts) * wanted.n)
         ]
         if wanted.stream:

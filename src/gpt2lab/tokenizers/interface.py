@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 END_TOKEN = "<|endoftext|>"  # GPT-2's, and that of every tokenizer made here
 _LARGEST_OF_16_BITS = 2**16
+_TAIL = 8  # ids before a text that are decoded with it
 
 
 class Tokenizer(ABC):
@@ -49,17 +50,23 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
 
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yield the text of `decode` id by id, each part as soon as it ends with a whole character."""
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that ids add to others: at the beginning of a text some decoders drop a space."""
+        tail = [*before[-_TAIL:]]
+        start, whole = self.decode(tail), self.decode([*tail, *ids])
+        return whole[len(start) :] if whole.startswith(start) else self.decode(ids)
+
+    def stream(self, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of `decode_after` id by id, each part as soon as it ends with a whole character."""
         held: list[int] = []
         shown = ""
         for id in ids:
             held.append(id)
-            text = self.decode(held)
+            text = self.decode_after(before, held)
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 yield text[len(shown) :]
                 shown = text
-        yield self.decode(held)[len(shown) :] if held else ""
+        yield self.decode_after(before, held)[len(shown) :]
 
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:

@@ -102,6 +102,8 @@ def test_a_chat_uses_the_template_and_ends_with_the_context(port, tuned):
     found = answer(port, CHAT, body | {"messages": HELLO})
     prompt = "<|endoftext|>### Instruction:\nCount 3\n\n### Response:\n"
     same = text(port, prompt=tuned.encode(prompt), seed=1, temperature=0, max_tokens=40)
+    typed = text(port, prompt=prompt, seed=1, temperature=0, max_tokens=40)
+    assert (typed["choices"], typed["usage"]) == (same["choices"], same["usage"])
     usage, message = found["usage"], found["choices"][0]["message"]
     assert usage["prompt_tokens"] == same["usage"]["prompt_tokens"]
     assert message["content"].startswith(same["choices"][0]["text"])
@@ -171,6 +173,7 @@ BAD_TEXTS: dict[str, Any] = {
 BAD_CHATS: dict[str, Any] = {
     "tools": {"messages": HELLO, "tools": [{}]},
     "chat prompt": {"prompt": "a"},
+    "two lengths": {"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 2},
     "no messages": {"messages": []},
     "last is ours": {"messages": [*HELLO, {"role": "assistant", "content": "4"}]},
     "role": {"messages": [{"role": "tool", "content": "a"}]},

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Encoder
-from tokenizers import models
+from tokenizers import decoders, models
 
 import launch
 from gpt2lab.errors import DataError
@@ -173,6 +173,14 @@ def test_ids_may_have_gaps_and_an_id_counts_in_bytes():
     assert found.size == 10
     assert found.byte_lengths()[[2, 5]].tolist() == [2, 3], "with the space before it"
     assert (why_no_text(found, 10), why_no_text(found, 9) is None) == (None, False)
+
+
+def test_a_text_after_another_keeps_the_space_that_a_beginning_drops():
+    words = Encoder(models.WordLevel({"\u2581a": 0, "\u2581b": 1, END_TOKEN: 2}, END_TOKEN))
+    words.decoder = decoders.Metaspace()
+    found = of_json(words.to_str().encode(), END_TOKEN, "words")
+    assert (found.decode([0, 1]), found.decode([1])) == ("a b", "b")
+    assert (found.decode_after([0], [1]), "".join(found.stream([1, 1], [0]))) == (" b", " b b")
 
 
 def test_the_end_of_text_is_said_where_it_is_not_clear(trained, tmp_path):
