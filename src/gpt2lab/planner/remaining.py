@@ -202,4 +202,5 @@ def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:
     compiled, is_cpu = environment.get("compile") == "on", "attention" not in environment
     job = Job(config, 0, world_size, dtype, compiled).with_settings(mini_batch_size=size)
     need = device_memory(job, hardware.load(), 1.0, is_cpu=is_cpu, available=None)
-    return dataclasses.asdict(need.tensors) | {"context": need.overhead, "total": need.needed}
+    context, parts = round(need.overhead), need.tensors
+    return dataclasses.asdict(parts) | {"context": context, "total": parts.tensors + context}
