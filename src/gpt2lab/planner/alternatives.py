@@ -174,7 +174,7 @@ def fit_memory(predictor: Predictor, job: Job) -> Estimate:
     """Estimate the job; a micro-batch that does not fit is replaced by the largest that does."""
     found = predictor.predict(job)
     if found.memory.fits is False and (largest := found.memory.largest_micro_batch):
-        return predictor.predict(job.with_settings(mini_batch_size=largest))
+        return predictor.predict(job.with_micro_batch(largest))
     return found
 
 

@@ -169,6 +169,10 @@ class Job:
         """Return the same job on data with so many validation tokens: no evaluation reads more."""
         return self.with_settings(val_tokens=min(tokens, self.config.eval.val_tokens))
 
+    def with_micro_batch(self, size: int) -> Job:
+        """Return the job with so many sequences in a forward pass."""
+        return self.with_settings(mini_batch_size=size)
+
     def with_settings(self, **settings: Any) -> Job:
         """Return the job with other settings, by their flat names."""
         return dataclasses.replace(self, config=override(self.config, settings))

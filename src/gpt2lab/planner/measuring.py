@@ -229,7 +229,7 @@ def trial_job(job: Job, size: int) -> Job:
     ranks = 1
     if job.parallel != "ddp":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-    alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=ranks)
+    alone = dataclasses.replace(job.with_micro_batch(size), world_size=ranks)
     return with_accumulation(alone, 1)
 
 

@@ -200,7 +200,7 @@ def _memory(config: Config, run_dir: Path) -> dict[str, Any] | None:
         return None
     world_size, size = shared
     compiled, is_cpu = environment.get("compile") == "on", "attention" not in environment
-    job = Job(config, 0, world_size, dtype, compiled).with_settings(mini_batch_size=size)
+    job = Job(config, 0, world_size, dtype, compiled).with_micro_batch(size)
     need = device_memory(job, hardware.load(), 1.0, is_cpu=is_cpu, available=None)
     context, parts = round(need.overhead), need.tensors
     return dataclasses.asdict(parts) | {"context": context, "total": parts.tensors + context}
