@@ -19,10 +19,12 @@ def loader_over(
     verify: bool = False,
     context_length: int = T,
     id_limit: int = 50257,
+    world_size: int = 1,
+    rank: int = 0,
 ) -> Loader:
     how = {"context_length": context_length}
     order = Order([s.tokens for s in shards], shuffle=shuffle, seed=1, **how)
     reader = WindowReader(shards, id_limit=id_limit, verify=verify, **how)
-    micro = min(16, samples)
-    plan = BatchPlan(samples, micro, samples // micro, 1, context_length)
-    return Loader(order, reader, plan, rank=0, device=torch.device("cpu"))
+    micro = min(16, samples // world_size)
+    plan = BatchPlan(samples, micro, samples // world_size // micro, world_size, context_length)
+    return Loader(order, reader, plan, rank=rank, device=torch.device("cpu"))

@@ -89,11 +89,9 @@ class Loader:
         plan = self._plan
         share = plan.samples // plan.world_size
         begin = self._rank * share
-        rows = slice(
-            begin, begin + (plan.samples if self._rank == 0 else share)
-        )  # rank 0 hashes all
+        end = begin + (plan.samples if self._rank == 0 else share)  # rank 0 reads all, to hash all
         places = self.order.locate(np.arange(first_sample, first_sample + plan.samples))
-        windows = self.reader.read(*places, rows)
+        windows = self.reader.read(*places, slice(begin, end))
         digest = hash_windows(windows) if self._rank == 0 else None
         return self._batch(first_sample, windows[:share], num_targets=plan.tokens, digest=digest)
 

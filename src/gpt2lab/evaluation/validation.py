@@ -139,6 +139,7 @@ class Validation:
         of_parts = np.zeros(len(self._parts.window))  # nats
         T = self._order.context_length
         kept = np.zeros((len(mine), T), np.float16) if keep_token_losses else None
+        self._reader.enter(self._order.locate(self._samples)[0])
         with evaluating(model):
             for start in counted(range(0, longest, self._batch_size), "batches"):
                 if interrupted():
@@ -148,7 +149,6 @@ class Validation:
                     found[:, rows], losses = self._measure_windows(rows, model, of_parts)
                     if kept is not None:
                         kept[start : start + self._batch_size] = losses
-        self._reader.enter(self._order.locate(self._samples)[0])
         self._reader.verifier.wait()  # a damaged shard raises an error here
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)

@@ -169,7 +169,8 @@ def _logged_batches(
     size, turns = start.plan.batch.samples, _turns(log)
     shards = enumerate(loader.reader.shards)
     doubtful = [index for index, shard in shards if shard.path.name in state.unverified]
-    saves = (e["step"] for e in log.of_kind("checkpoint") if e.get("kind") != "emergency")
+    kinds = {step: event.get("kind") for step, event in log.current("checkpoint").items()}
+    saves = (step for step, kind in kinds.items() if kind != "emergency")
     known = max((step for step in (*saves, *turns) if step < state.step), default=0)
     for step in range(known + 1 if doubtful else state.step, state.step):
         event = log.step(step)

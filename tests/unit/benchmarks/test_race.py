@@ -83,12 +83,10 @@ def test_a_checkout_that_is_another_program_or_whose_line_has_moved_is_rejected_
 
 def test_all_formats_hold_the_same_tokens(tmp_path):
     tokens = token_stream.text_tokens(200_000, vocab_size=50304)
-    assert tokens.dtype == np.uint16
-    assert tokens.max() < 50257
+    assert (tokens.dtype, tokens.max() < 50257) == (np.uint16, True)
     assert len(set(tokens.tolist())) > 1000
     token_stream.write_formats(tokens, tmp_path / "data")
-    shard = np.load(tmp_path / "data" / "shards" / "edufineweb_train_000001.npy")
-    assert (shard == tokens).all()
+    assert (np.load(tmp_path / "data/shards/edufineweb_train_000001.npy") == tokens).all()
     assert (np.fromfile(tmp_path / "data" / "tokens.bin", dtype=np.uint16) == tokens).all()
     assert token_stream.text_tokens(1000, vocab_size=256).max() < 256
 
@@ -159,10 +157,9 @@ def test_ours_runs_first_and_last_and_a_ratio_within_the_noise_is_not_printed():
     assert race.order(["A"], 1) == list("AA")
     ours = entry_of("ours", [1.0, 1.0], [1.1, 1.1])
     assert race.ratio(ours, entry_of("slow", [2.1, 2.1]))[1] == "2.00"
-    near = race.ratio(ours, entry_of("near", [1.1, 1.1]))
-    assert near == (None, "not resolved: rounds differ by 10%")
-    unsteady = entry_of("unsteady", [1.0, 1.0], [3.0, 3.0])
-    assert race.ratio(ours, unsteady)[0] is None
+    near = (None, "not resolved: rounds differ by 10%")
+    assert race.ratio(ours, entry_of("near", [1.1, 1.1])) == near
+    assert race.ratio(ours, entry_of("unsteady", [1.0, 1.0], [3.0, 3.0]))[0] is None
 
 
 def test_the_table_holds_the_medians_of_the_timed_steps():

@@ -205,11 +205,12 @@ def test_a_stop_hashes_no_shard_that_changed_but_says_it_is_unverified(tmp_path,
 def test_a_process_verifies_what_others_of_its_machine_read(tmp_path):
     *shards, damaged = sparse_shards(tmp_path, count=4, tokens=2 * T + 1)
     known = [dataclasses.replace(shard, sha256=sha256_of(shard.path)) for shard in shards]
-    reader = WindowReader((*known, damaged), context_length=T, id_limit=VOCAB, verify=True)
-    assert reader.read(np.arange(4), np.zeros(4, int), slice(2, 3)).shape == (1, T + 1)
+    how = {"samples": 8, "shuffle": "none", "verify": True, "world_size": 4, "rank": 1}
+    loader = loader_over((*known, damaged), **how)
+    assert loader.fetch(0).micro_batches[0].tokens.shape == (2, T)
     with pytest.raises(DataError, match=rf"{damaged.path.name}: damaged"):
-        reader.verifier.wait()
-    reader.close()
+        loader.reader.verifier.wait()
+    loader.reader.close()
 
 
 @pytest.mark.parametrize("verify", [False, True])
