@@ -21,7 +21,7 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 from gpt2lab.paths import LAUNCHED
 from gpt2lab.runs.console import doing
-from gpt2lab.training.stop import PARENT, STOP_SIGNALS, interruption
+from gpt2lab.training.stop import PARENT, STOP_SIGNALS, interruption, is_ignored
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -70,6 +70,10 @@ def launch(argv: Sequence[str], recipe: RecipeName, ranks: int) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            # By default it would handle those too that are ignored, as after `nohup`.
+            signals_to_handle=",".join(
+                number.name for number in (*STOP_SIGNALS, signal.SIGQUIT) if not is_ignored(number)
+            ),
         )
         try:
             with doing(""):  # the ranks print

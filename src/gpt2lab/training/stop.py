@@ -54,6 +54,7 @@ class Signals:
         self._handlers = {  # they do nothing: the thread acts
             number: signal.signal(number, lambda *_: None)
             for number in (*STOP_SIGNALS, SAVE_SIGNAL)
+            if number == SAVE_SIGNAL or not is_ignored(number)
         }
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
@@ -112,6 +113,11 @@ class Signals:
             signal.signal(number, handler)
         self._sender.close()
         self._thread.join()
+
+
+def is_ignored(number: int) -> bool:
+    """Tell whether whoever started this process had it ignore a signal: `nohup`, or a shell's `&` in a script."""
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def more_to_abort(number: int, level: int) -> str:

@@ -48,6 +48,8 @@ def test_signals_are_counted_by_what_they_ask_for_and_a_burst_is_one_wish():
     code += "for _ in range(5): os.kill(me, signal.SIGHUP); time.sleep(0.02)\n"
     done = ends_as(f"{code}time.sleep(0.2); print(s.level, s.number)")
     assert (done.returncode, done.stdout) == (0, f"0 True\n1 {int(signal.SIGHUP)}\n")
+    nohup = "s.close(); signal.signal(signal.SIGHUP, signal.SIG_IGN); s = Signals()\n"
+    assert ends_as(f"{nohup}{code}print(s.level)").stdout == "0 True\n0\n", "as after nohup"
 
 
 @pytest.mark.parametrize("committer", ["this process", "its writer"])
