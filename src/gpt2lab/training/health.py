@@ -56,6 +56,11 @@ def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
     return z is not None and z > SPIKE_Z
 
 
+def has_spiked(stats: StepStats, recent: tuple[float, ...]) -> bool:
+    """Tell whether the loss of a step is a spike and its gradient finite; four that are not end the run."""
+    return math.isfinite(stats.grad_norm) and is_spike(stats.loss, recent)
+
+
 def why_host_decides(
     config: Config, optimizers: list[torch.optim.Optimizer], runtime: Runtime
 ) -> str | None:

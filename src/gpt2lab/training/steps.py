@@ -17,7 +17,14 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
-from gpt2lab.training.health import Crowding, Stragglers, is_spike, report_health, rewind
+from gpt2lab.training.health import (
+    Crowding,
+    Stragglers,
+    has_spiked,
+    is_spike,
+    report_health,
+    rewind,
+)
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
@@ -128,7 +135,7 @@ class StepPipeline:
         # Until the step before was complete, the device did not compute this one.
         since = map(max, step.began, self._finished_at)
         seconds, cpu_seconds = (end - begin for end, begin in zip(now, since, strict=True))
-        spiked = is_spike(stats.loss, self.state.recent_losses)
+        spiked = has_spiked(stats, self.state.recent_losses)
         self.state = state_after(self.state, step.batch, stats, self.start, seconds=seconds)
         del self.launched[0]
         self._finished_at, self.last_loss = now, stats.loss
@@ -208,7 +215,7 @@ def state_after(
     state: TrainState, batch: GlobalBatch, stats: StepStats, start: Start, *, seconds: float
 ) -> TrainState:
     """Return the state one step on."""
-    reason = "spike" if is_spike(stats.loss, state.recent_losses) else NOT_FINITE
+    reason = "spike" if has_spiked(stats, state.recent_losses) else NOT_FINITE
     return state.advance(
         samples=batch.samples,
         tokens=start.plan.batch.tokens,

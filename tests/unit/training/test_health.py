@@ -213,6 +213,9 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history():
     assert not health.is_spike(1.0, calm), "a fall is no spike"
     assert not health.is_spike(1e9, calm[:63])
     assert not health.is_spike(math.nan, calm)
+    for norm in (1.0, math.inf):  # four gradients in a row that are not finite end the run
+        stats = SimpleNamespace(loss=9.0, grad_norm=norm)
+        assert health.has_spiked(stats, calm) is math.isfinite(norm)
     flat = tuple(3.0 + 1e-6 * (-1) ** n for n in range(64))
     assert health.z_score(3.01, flat) == pytest.approx(0.01 / 0.003), "its noise is no measure"
     assert state_module.extend(calm, math.inf) == calm
