@@ -93,7 +93,7 @@ def commit(run_dir: Path, draft: Draft, *, may_rename: Callable[[], object] = la
     if committed.exists():
         return committed
     folder = run_dir / f".tmp-{step:08d}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(parents=True)
+    folder.mkdir()  # not the run's, which may have been moved meanwhile
     try:
         for name, parts in draft.files.items():
             faultpoint(f"checkpoint.{name}", step)

@@ -293,6 +293,8 @@ def test_an_interrupted_commit_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "sync_folder", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         manifest.commit(tmp_path, manifest.Draft(1, {"a": [b"x"]}, {}))
+    with pytest.raises(FileNotFoundError):  # a run that was moved is not made anew
+        manifest.commit(tmp_path / "moved", manifest.Draft(1, {}, {}))
     assert list(tmp_path.iterdir()) == []
 
 
