@@ -198,9 +198,10 @@ def _summary(components: Components) -> str:
     """Return a start in five plain lines; the forecast is the sixth."""
     start, plan, model = components.start, components.start.plan, components.start.config.model
     environment, ranks = components.facts["environment"], plan.batch.world_size
+    aside = " besides what rewinds set aside" if start.config.optim.on_spike == "rewind" else ""
     rows = {
         "run": f"{start.describe_place()}, checkpoints of "
-        f"{fmt.num_bytes(plan.checkpoint_bytes)}, {fmt.num_bytes(plan.disk_bytes)} of disk at most",
+        f"{fmt.num_bytes(plan.checkpoint_bytes)}, {fmt.num_bytes(plan.disk_bytes)} of disk at most{aside}",
         "model": f"{model.model}: {plan.parameters:,} parameters, context {model.context_length}",
         "data": start.describe_data().partition(" (")[0],
         "batch": f"{plan.batch.tokens:,} tokens a step, {plan.batch.micro_batch} sequences at a time"
