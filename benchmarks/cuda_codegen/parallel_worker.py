@@ -40,6 +40,7 @@ from benchmarks.cuda_codegen.parallel import ParallelCase
 from benchmarks.cuda_codegen.report import MICRO_BATCHES
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.distributed import zero1
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT
@@ -115,7 +116,7 @@ def _runs(graph: Graph) -> int:
 def _one_rank_of(world_size: int, parallel: str) -> Iterator[None]:
     """Be rank 0 of a process group that sends nothing, on a device that has streams."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    scatter = dist.reduce_scatter_tensor
+    scatter = zero1.reduce_scatter_single
 
     def reduce_scatter(output: torch.Tensor, *args: Any, **options: Any) -> Any:
         work = scatter(output, *args, **options)
@@ -136,7 +137,7 @@ def _one_rank_of(world_size: int, parallel: str) -> Iterator[None]:
             patch("torch.nn.parallel.distributed._verify_param_shape_across_processes")
         )
         if parallel != "fsdp":
-            changed.enter_context(patch.object(dist, "reduce_scatter_tensor", reduce_scatter))
+            changed.enter_context(patch.object(zero1, "reduce_scatter_single", reduce_scatter))
         try:
             yield
         finally:

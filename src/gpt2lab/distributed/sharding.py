@@ -30,6 +30,10 @@ from gpt2lab.optim.optimizers import AdamW
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# torch 2.13 renamed both, and warns of the older names.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # a full weight here, and the same one sharded
 Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of a weight's gradient
 
@@ -165,7 +169,7 @@ class Bucket:
         """Put every rank's rows, (n,), into the weights of all, in one message."""
         world_size = self._mesh.size()
         gathered = rows.new_empty(world_size, len(rows))
-        dist.all_gather_into_tensor(gathered.view(-1), rows, group=self._mesh.get_group())
+        all_gather_single(gathered.view(-1), rows, group=self._mesh.get_group())
         received = [
             gathered.new_empty(world_size, size) if shared is None else shared
             for shared, size in zip(self._shared, self._sizes, strict=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
@@ -30,6 +29,7 @@ from gpt2lab.distributed.sharding import (
     from_local_rows,
     local_rows,
     padded_numbers,
+    reduce_scatter_single,
     rows_of,
 )
 from gpt2lab.errors import ConfigError
@@ -157,7 +157,7 @@ def _reduce_scatter(mesh: DeviceMesh, bucket: Any) -> Future[torch.Tensor]:
     gradients, world_size = bucket.gradients(), mesh.size()
     message = torch._chunk_cat(gradients, 0, world_size)  # (W, padded rows of all)
     rows = message.new_empty(message.size(1))
-    work = dist.reduce_scatter_tensor(rows, message.view(-1), group=mesh.get_group(), async_op=True)
+    work = reduce_scatter_single(rows, message.view(-1), group=mesh.get_group(), async_op=True)
 
     def put_back(summed: torch.Tensor) -> torch.Tensor:
         own = [local_rows(gradient, mesh).flatten() for gradient in gradients]
