@@ -137,7 +137,10 @@ class BucketAdamW(AdamW):
         """Take over a state by weight, as `state_dict` gives it."""
         super().load_state_dict(state_dict)
         for bucket in [bucket for buckets in self._buckets for bucket in buckets]:
-            states = [self.state[own] for own in bucket.owned]
+            states = [self.state.get(own, {}) for own in bucket.owned]
+            if not any(states):  # every step so far was skipped
+                self._moments.pop(bucket, None)
+                continue
             steps = torch.stack([state["step"] for state in states])
             assert bool((steps == steps[0]).all()), "weights differ in their number of steps"
             means, squares = (
