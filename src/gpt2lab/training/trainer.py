@@ -224,6 +224,9 @@ class Trainer:
         left = tuple(name for name in due if name in owed - {*recorded})
         self.steps.state = dataclasses.replace(self.state, due=left)
         self.measure()
+        # The start before may have been killed before it could stop for this.
+        if self.evaluator.is_over(self.state) and not self.start.branch:
+            self.control.own_reason = "early stopping"
         self.saver.complete(self.state, self.saves.labels(), is_recorded="checkpoint" in recorded)
 
     # -- the end -------------------------------------------------------------------------------------------------
