@@ -62,6 +62,15 @@ class SavePolicy:
         labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
         return labels + (["best"] if self.state.best_step == self.state.step else [])
 
+    def forget_lost_best(self) -> None:
+        """Compare later losses with the best checkpoint that is on disk, if the save of a better one failed."""
+        if self.state.best_step in (None, self.state.step):
+            return
+        found = self.runtime.on_rank_zero(self.saver.best_left)
+        if found is not None:
+            step, loss = found
+            self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)
+
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
         """Save the step just done, unless that has happened."""
         if self.saved_step == self.state.step:
@@ -78,6 +87,7 @@ class SavePolicy:
 
         Raises: SaveError if it failed and must not.
         """
+        self.forget_lost_best()
         self._check_data(may_wait=kind != "emergency")
         self.heartbeat.enter("comparing weights", self.state.step)
         check_drift(self.model, self.runtime, self.state.step)  # rank 0 saves for all

@@ -63,6 +63,7 @@ class Saver:
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
+        self._has_lost_best = False  # the save of the best weights failed
         # Seconds of the longest save by a thread, and of the last one that training waited for to its end; until one
         # has ended, those of the last start's.
         self._longest = self._waited = start.last_save_seconds
@@ -290,6 +291,21 @@ class Saver:
             for problem in self._set_labels(step, labels):
                 self.logger.warn(problem, step)
 
+    def best_left(self) -> tuple[int, float | None] | tuple[None, None] | None:
+        """Return the step and the loss of the best checkpoint on disk if the save of a better one failed, else None.
+
+        Waits for such a save in flight. On rank 0.
+        """
+        save = self._in_flight
+        if save is not None and "best" in save.labels:
+            self.settle()
+        if not self._has_lost_best:
+            return None
+        self._has_lost_best = False
+        infos, _ = catalog.list_checkpoints(self.run_dir)
+        found = ((info.step, info.val_loss) for info in infos if "best" in info.labels)
+        return next(found, (None, None))
+
     def require_labels(self, step: int, labels: list[str]) -> None:
         """Point labels at the last step: without them a run is not complete.
 
@@ -331,6 +347,7 @@ class Saver:
                 f"resume from a checkpoint {LOWER_RATE}"
             )
         if (problem := self._make_room() or self.logger.flush()) is not None:
+            self._has_lost_best |= "best" in save.labels
             return f"checkpoint of step {state.step} not saved: {problem}"
         error: OSError | None = None
         try:
@@ -349,6 +366,7 @@ class Saver:
         state, labels = save.state, save.labels
         self._is_on_disk = error is None or (self.run_dir / folder_name(state.step)).exists()
         if not self._is_on_disk:
+            self._has_lost_best |= "best" in labels
             return f"checkpoint of step {state.step} not saved: {error}"
         if error is not None:  # the commit itself succeeded
             self.logger.warn(

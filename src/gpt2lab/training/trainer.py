@@ -197,6 +197,8 @@ class Trainer:
         self.heartbeat.enter("measuring", self.state.step)
         for name in self.state.due:
             faultpoint(f"measure.{name}", self.state.step)
+            if name == "eval":
+                self.saves.forget_lost_best()
             state = self.evaluator.measure(name, self.state)
             if state is None:
                 return

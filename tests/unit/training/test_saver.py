@@ -15,6 +15,7 @@ import torch
 
 import gpt2lab.training.steps
 from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.store import TrainState
 from gpt2lab.errors import FolderLostError, SaveError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.training.saver import Saver
@@ -103,6 +104,17 @@ def test_a_save_that_fails_in_its_thread_is_a_warning(run, monkeypatch):
     assert not list(run.path.glob(".tmp-*"))
     [warning] = [e["message"] for e in run.events("warning") if "not saved" in e["message"]]
     assert warning.startswith("checkpoint of step 2 not saved: [Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_the_best_is_the_best_on_disk(mode, run, monkeypatch):
+    """Where the save of a better one fails, later losses are compared with those that are there."""
+    plain, losses = TrainState.with_val_loss, {0: 9.0, 2: 0.5, 4: 0.3, 6: 0.4, 8: 0.45}
+    monkeypatch.setattr(TrainState, "with_val_loss", lambda self, _: plain(self, losses[self.step]))
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@4")
+    run.train(f"--async_checkpoint={mode}", "--eval_freq=2", "--checkpoint_freq=0", "--max_steps=8")
+    saved = {event["step"]: event["labels"] for event in run.events("checkpoint")}
+    assert saved == {2: ["best"], 6: ["best"], 8: []}
 
 
 @pytest.mark.parametrize("lasts", [False, True])
