@@ -66,12 +66,13 @@ class CheckpointMirror(Extension):
             newest, damaged = catalog.newest_valid(run_dir, set_aside=True)
             tell = functools.partial(print, flush=True)
             self._warnings = damaged + fetch_newer(url, run_dir, newest, tell=tell)
-        elif (step := request.resume or "").isdecimal() and int(step) not in {
-            info.step for info in catalog.list_checkpoints(run_dir)[0]
-        }:
-            raise CheckpointError(
-                f"{run_dir}: no checkpoint of step {step}; --resume latest fetches the newest one from {url}"
-            )
+        elif (wanted := request.resume or "") == "best" or wanted.isdecimal():
+            infos, _ = catalog.list_checkpoints(run_dir)
+            name = str(int(wanted)) if wanted.isdecimal() else wanted
+            if not any(name in (str(info.step), *info.labels) for info in infos):
+                raise CheckpointError(
+                    f"{run_dir}: no checkpoint {name}; --resume latest fetches the newest one from {url}"
+                )
         if (warning := check_mirror(url, run_dir, request)) is not None:
             self._warnings.append(warning)
 
