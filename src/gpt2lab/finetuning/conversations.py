@@ -191,13 +191,18 @@ def _of_texts(texts: Any) -> list[Turn]:
 
 
 def _text(record: dict[str, Any], key: str) -> str:
+    """Return the text of a field without white space around it."""
+    return _whole_text(record, key).strip()
+
+
+def _whole_text(record: dict[str, Any], key: str) -> str:
     """Return the text of a field: a string, or OpenAI's list of text parts."""
     value = record.get(key)
     if isinstance(value, list) and value:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
         if other := [kind for kind in kinds if kind != "text"]:
             raise ValueError(f'"{key}" has a part of type {other[0]!r}; only text is supported')
-        value = "".join(_text(part, "text") for part in value)
+        value = "".join(_whole_text(part, "text") for part in value)
     if not isinstance(value, str):
         raise ValueError(f'"{key}" is {type(record.get(key)).__name__}, not text')
-    return value.strip()
+    return value

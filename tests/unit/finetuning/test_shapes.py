@@ -35,7 +35,10 @@ def shapes(texts: list[str], system: str) -> list[dict[str, Any]]:
     """Write one conversation in every shape that can hold it."""
     openai = messages(texts, ("role", "content", "user", "assistant"))
     sharegpt = messages(texts, ("from", "value", "human", "gpt"))
-    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in openai]
+    parts = [
+        {**one, "content": [{"type": "text", "text": some} for some in (text[:2], text[2:])]}
+        for one, text in zip(openai, texts, strict=True)
+    ]
     first = [{"role": "system", "content": system}] if system else []
     beside = {"system": system} if system else {}
     found = [
