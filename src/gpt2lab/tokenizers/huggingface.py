@@ -39,6 +39,7 @@ _LARGEST_FILE = 256 * 1024 * 1024
 _LARGEST_CACHE = 1 << 20
 _MOST_IDS = 1 << 22  # the largest public vocabularies have 2^18
 _TRIAL_SECONDS = 20  # of processor time; the largest public tokenizers need about 3
+_NEVER = -1e6  # score of a piece: the logarithm of its probability
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -82,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
         found = [np.array(one.ids, dtype=np.uint32) for one in encoded]
         if any((ids == self.end_of_text).any() for ids in found):
             raise DataError(
-                f"{self._where}: encodes {self.end_token!r} within a text as the end of the text, because the token is "
-                f"not marked special; give another --end_token, or another tokenizer"
+                f"{self._where}: encodes {self.end_token!r} within a text as the end of the text: it is a word of the "
+                f"vocabulary, or not marked special; use another end token, or another tokenizer"
             )
         return found
 
@@ -210,11 +211,22 @@ def _encoder(content: bytes) -> Encoder:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer as Encoder
 
-    encoder = Encoder.from_str(content.decode())
+    encoder = Encoder.from_str(_with_special_tokens_as_text(content.decode()))
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = True  # what looks like a special token is text
     return encoder
+
+
+def _with_special_tokens_as_text(content: str) -> str:
+    """Return a tokenizer.json in which the text of a special token is no piece of a Unigram model."""
+    values = json.loads(content)
+    model = values["model"]
+    special = {one["content"] for one in values.get("added_tokens") or () if one["special"]}
+    if model.get("type") != "Unigram" or not special:
+        return content
+    model["vocab"] = [[piece, _NEVER if piece in special else p] for piece, p in model["vocab"]]
+    return json.dumps(values)
 
 
 def _parse(content: bytes, where: str) -> dict[str, Any]:

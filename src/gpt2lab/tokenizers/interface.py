@@ -32,11 +32,12 @@ class Tokenizer(ABC):
         self.files = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; what looks like a special token in it is text.
+        """Return the ids of a text; what looks like a special token in it is text, half of a surrogate pair U+FFFD.
 
         Raises: DataError if the tokenizer has no ids for it.
         """
-        ids: list[int] = self.encode_documents([text])[0].tolist()
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = self.encode_documents([whole])[0].tolist()
         return ids
 
     @abstractmethod

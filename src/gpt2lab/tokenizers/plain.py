@@ -30,10 +30,6 @@ class BytesTokenizer(Tokenizer):
     cuts = _ANYWHERE
     bytes_per_token = 1
 
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text; half of a surrogate pair becomes U+FFFD."""
-        return list(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode())
-
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of each text, (n,) uint8."""
         import numpy as np

@@ -57,11 +57,21 @@ def test_text_comes_back_and_no_text_ends_a_document(tokenizer):
         assert max(ids, default=0) < tokenizer.size
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"], indirect=True)
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "trained"], indirect=True)
 def test_a_byte_that_is_not_utf_8_becomes_a_replacement_character(tokenizer):
     """The command line gives it as half of a surrogate pair."""
     typed = os.fsdecode(b"the \xff king")
     assert tokenizer.decode(tokenizer.encode(typed)) == "the \ufffd king"
+
+
+def test_a_special_token_that_is_a_piece_is_text_as_well():
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<pad>", 0.0), *((one, -3.0) for one in "</>spad ")]
+    whole = Encoder(models.Unigram(pieces, 0))
+    whole.add_special_tokens(["<unk>", "</s>", "<pad>"])
+    found = of_json(whole.to_str().encode(), "</s>", "pieces")
+    ids = found.encode("a <pad> </s>")
+    assert min(ids) > 2
+    assert found.tokenizer_json() == whole.to_str().encode()
 
 
 def test_lengths_of_ids_are_bytes_of_text(tokenizer):
