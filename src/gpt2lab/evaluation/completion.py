@@ -16,7 +16,7 @@ from gpt2lab.evaluation.request import require_gpu
 from gpt2lab.files import staged_new_file
 from gpt2lab.runs.console import counted, doing
 from gpt2lab.runs.target import find_target, was_tuned
-from gpt2lab.tokenizers.chat_template import encode_typed
+from gpt2lab.tokenizers.chat_template import begins_answer, encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
 
 _SIDE_BY_SIDE = 16  # texts drawn at a time: their number decides the memory
@@ -131,7 +131,8 @@ class Completer:
 
     def before(self, ids: list[int]) -> list[int]:
         """Return the ids that a continuation is decoded after: the prompt's, but an answer is a text of its own."""
-        return [] if was_tuned(self.target) else ids
+        is_answer = was_tuned(self.target) and begins_answer(ids, self.tokenizer)
+        return [] if is_answer else ids
 
     def draw(
         self, ids: list[int], number: int, places: list[int], style: SamplingParams

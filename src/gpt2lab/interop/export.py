@@ -33,8 +33,9 @@ from gpt2lab.model.hf_weights import OF_THE_VOCABULARY, TRANSPOSED
 from gpt2lab.runs.target import Target, was_tuned
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.chat_template import Turn
 from gpt2lab.tokenizers.gpt2 import GPT2, vocabulary_files
-from gpt2lab.tokenizers.huggingface import TOKENIZER_FILE
+from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 from gpt2lab.tokenizers.plain import CharactersTokenizer
@@ -92,6 +93,12 @@ def export(
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, dtype)))
         max_abs_diff, max_abs_logit = _check(folder, model, tokenizer)
+        if was_tuned(target) and tokenizer is not None and not keeps_template(folder, tokenizer):
+            warnings = (
+                *warnings,
+                "no chat template is written: transformers encodes a conversation as one text, which gives answers "
+                "other ids than those trained on; gpt2lab chat and serve give the right ones",
+            )
         numbers = {
             "out": str(out),
             "max_abs_diff": max_abs_diff,
@@ -265,6 +272,25 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
         if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
             raise CheckError("export discarded: transformers' tokenizer gives other text")
     return difference, largest
+
+
+def keeps_template(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Tell whether transformers' chat template gives the ids that the model was trained on; remove it if not."""
+    from transformers import AutoTokenizer
+
+    # Letters of the template, which a tokenizer of few characters has as well.
+    turns = [Turn("user", "I"), Turn("assistant", "Response"), Turn("user", "I")]
+    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    talk = [{"role": turn.role, "content": turn.text} for turn in turns]
+    text = loaded.apply_chat_template(talk, tokenize=False)
+    ids = loaded(text, add_special_tokens=False)["input_ids"]
+    if ids == chat_template.encode(turns, tokenizer)[0]:
+        return True
+    path = folder / CONFIG_FILE
+    settings = json.loads(path.read_text())
+    del settings["chat_template"]
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    return False
 
 
 def _check_login() -> None:

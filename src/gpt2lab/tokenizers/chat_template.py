@@ -7,6 +7,7 @@ and every answer ends with it. So two of them in a row always mark the end of on
 next (finetuning/packed.py relies on it).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -97,6 +98,14 @@ def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
         return encode([Turn("user", text.strip())], tokenizer)[0]
     ids = encode_typed(text, tokenizer)
     return ids if ids[:1] == [tokenizer.end_of_text] else [tokenizer.end_of_text, *ids]
+
+
+def begins_answer(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Tell whether an answer follows these ids of a prompt, by what all prompts end with."""
+    one, other = (tokenizer.encode(as_prompt(text))[::-1] for text in ("", "n"))
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    end = [id for id, _ in same][::-1]
+    return list(ids[-len(end) :]) == end
 
 
 def alternating(turns: Sequence[Turn], *, last: Literal["user", "assistant"]) -> tuple[Turn, ...]:

@@ -6,6 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from conversations import CONTEXT, Echo, finetune, flags_of, write_model
@@ -14,9 +16,11 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.chat import Chat
 from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_exchanges
+from gpt2lab.interop.export import keeps_template
 from gpt2lab.runs.target import find_target, was_tuned
-from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.chat_template import Turn, as_prompt, encode, jinja
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import of_json
 from launch import Done, ask, call, rejected, worked
 
 PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
@@ -107,6 +111,23 @@ def test_an_export_keeps_the_template(folder):
         assert list(ids) == encode(turns[:count], GPT2)[0]
 
 
+def test_a_template_that_would_give_other_ids_is_left_out_of_an_export(tmp_path):
+    """As with tokenizers that begin each text with a space: training encodes prompt and answer apart."""
+    pieces = [("</s>", 0.0), *((one, -1.0) for one in {"\u2581", *as_prompt("")})]
+    whole = Encoder(models.Unigram(pieces, 0))
+    whole.add_special_tokens(["</s>"])
+    for is_spaced in (False, True):
+        if is_spaced:
+            whole.pre_tokenizer = pre_tokenizers.Metaspace()
+        content = whole.to_str().encode()
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": jinja("</s>")}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(kind))
+        assert keeps_template(tmp_path, of_json(content, "</s>", "whole")) is not is_spaced
+        kept = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        assert ("chat_template" in kept) is not is_spaced
+
+
 def test_the_last_exchange_of_a_row_is_found_again():
     first = [Turn("user", "Hi"), Turn("assistant", "Yo")]
     longer = [Turn("user", "A"), Turn("assistant", "B b"), Turn("user", "C")]
@@ -145,3 +166,4 @@ def test_a_completer_stops_where_it_is_told(folder):
     ids = encode([Turn("user", "Hi")], GPT2)[0]
     assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"
     assert "".join(completer.stream(ids, number=0, place=0, at_most=1)) == "Hello"
+    assert (completer.before(ids), completer.before(ids[:-1])) == ([], ids[:-1]), "an answer begins"
