@@ -13,6 +13,7 @@ from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
 from tiny import parse, pretrain
 
 CONTEXT = 64
@@ -71,9 +72,13 @@ def finetune(flags: list[str]) -> None:
     pretrain(parse(flags, "finetune"), recipe=FINETUNING)
 
 
-def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
+def rows_of(
+    folder: Path, packing: str, tokenizer: Tokenizer = GPT2, **more: object
+) -> dict[str, Rows]:
     settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
-    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings}), GPT2).rows
+    return open_instructions(
+        override(Config(), {"context_length": CONTEXT, **settings}), tokenizer
+    ).rows
 
 
 class Echo:

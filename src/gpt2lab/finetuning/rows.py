@@ -157,7 +157,10 @@ def _encode(
         if any(turn.role == "assistant" and not turn.text for turn in one.turns):
             empty.append(one.where)
             continue
-        ids, is_answer = chat_template.encode(one.turns, tokenizer)
+        try:
+            ids, is_answer = chat_template.encode(one.turns, tokenizer)
+        except DataError as error:
+            raise DataError(f"{one.where}: {error}") from error
         if len(ids) > T + 1:
             long.append(f"{one.where} has {len(ids) - 1}")
             continue

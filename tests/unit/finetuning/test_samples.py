@@ -10,6 +10,7 @@ import torch
 
 import launch
 from conversations import finetune, flags_of, rows_of, write_both
+from gpt2lab.errors import DataError
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.runs.target import find_target
@@ -98,3 +99,8 @@ def test_a_tokenizer_of_few_characters_cannot_write_the_template():
     assert can_be_written(GPT2)
     assert not can_be_written(CharactersTokenizer("abc\n"))
     assert chat_template.encode_typed("ab", CharactersTokenizer("abc\n")) == [0, 1]
+
+
+def test_a_conversation_without_ids_is_named(folder):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: the character 'C' "):
+        rows_of(folder, "on", CharactersTokenizer(as_prompt("")))
