@@ -277,12 +277,11 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
     typed = wanted.tokenizer
     if wanted.end_token is not None and typed in (None, UNKNOWN):
         raise ConfigError(f"--end_token {wanted.end_token}: needs --tokenizer with its file")
+    given = None if typed in (None, UNKNOWN) else open_tokenizer(typed, wanted.end_token)
     for file in files:
-        _check_tokenizer(file, typed)
-    if typed == UNKNOWN:
-        return None
+        _check_tokenizer(file, typed, given)
     if typed is not None:
-        return open_tokenizer(typed, wanted.end_token)
+        return given
     if os.path.lexists(folder / META_FILE) and files[0].layout == "raw":  # nanoGPT's characters
         with contextlib.suppress(DataError):
             return read_meta(folder / META_FILE)
@@ -295,7 +294,7 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -
     )
 
 
-def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
+def _check_tokenizer(file: TokenFile, typed: str | None, given: Tokenizer | None) -> None:
     if file.tokenizer is None:
         return
     named = file.tokenizer.lower()
@@ -303,8 +302,8 @@ def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
         raise ConfigError(
             f"{file.path}: made with tokenizer {file.tokenizer!r}; give --tokenizer with its file, or {UNKNOWN}"
         )
-    is_other = "gpt2" not in named if typed == GPT2.name else named in _GPT2_NAMES
-    if typed not in (None, UNKNOWN) and is_other:
+    is_other = "gpt2" not in named if given == GPT2 else named in _GPT2_NAMES
+    if given is not None and is_other:
         raise ConfigError(f"{file.path}: made with tokenizer {file.tokenizer!r}, not {typed}")
 
 

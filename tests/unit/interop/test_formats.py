@@ -489,6 +489,14 @@ def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path, make):
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 
 
+def test_the_file_of_gpt2s_tokenizer_is_gpt2s(tmp_path):
+    file = tmp_path / "gpt2.json"
+    file.write_bytes(GPT2.tokenizer_json())
+    FORMATS["llm.c"][0](tmp_path, made_splits("before"))
+    found = import_folder(tmp_path, ImportOptions(tokenizer=str(file)))
+    assert found["tokenizer"] == GPT2.record()
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere, monkeypatch):
     (tmp_path / "t").mkdir()
