@@ -193,15 +193,15 @@ def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[tuple[str, str]]:
     known = np.isfinite(x) & np.isfinite(y)
     across, down = (WIDTH * x[known]).round(), (HEIGHT * (1 - y[known])).round()
     places = [f"{a:.0f},{b:.0f}" for a, b in zip(across, down, strict=True)]
+    # Lines of length 0: with round caps they are circles, however the picture is stretched.
+    dots = "".join(f"M{place}h0" for place in places)
     path = "M" + "L".join(places) if places else ""
     if line.kind != "points":
-        return [(f"{colour} {line.kind}", path)]
+        return [(f"{colour} points", dots) if len(places) == 1 else (f"{colour} {line.kind}", path)]
     error = np.zeros(len(curve)) if curve.error is None else curve.error
     ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
     bars = zip(across, *ends, strict=True)
     errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
-    # Lines of length 0: with round caps they are circles, however the picture is stretched.
-    dots = "".join(f"M{place}h0" for place in places)
     marks = [(f"{colour} error", errors), (f"{colour} points", dots)]
     return [(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
 

@@ -107,7 +107,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "warnings": log.of_kind("warning", "rewind"),
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
-        "command": summary.command_to_continue(run_dir, log) if log else None,
+        "command": summary.command_to_continue(run_dir, log) if log and infos else None,
     }
 
 

@@ -348,12 +348,14 @@ def _draw_panel(axes: Axes, panel: Panel, runs: list[Curves], view: View) -> Non
     for line in panel.lines:
         colour = _GREY if line.colour is None else _COLOURS[line.colour % len(_COLOURS)]
         x, y = line.curve.x[view.x], line.curve.y
+        alone: dict[str, Any] = {"marker": "o", "ms": 3} if np.isfinite(y).sum() == 1 else {}
         if line.kind == "points":
             _draw_measured(axes, line.curve, view.x, color=colour, lw=1.5, label=line.name)
         elif line.kind == "raw":
-            axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
+            axes.plot(x, y, color=colour, lw=0.6, alpha=0.3, **alone)
         else:
-            axes.plot(x, y, "--" if line.is_dashed else "-", color=colour, lw=1.2, label=line.name)
+            style = "--" if line.is_dashed else "-"
+            axes.plot(x, y, style, color=colour, lw=1.2, label=line.name, **alone)
     for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
         for resumed in run.resumes[view.x]:
             axes.axvline(resumed, color=colour, lw=0.8, ls=":", alpha=0.7)

@@ -287,7 +287,16 @@ def test_a_run_that_took_no_step_lacks_its_beginning_or_goes_on_is_reported_as_s
     assert re.search(r"time \S+ .*? so far tokens/s", text_of(render(run_dir)))
     edit_json(run_dir / "estimate.json", actual={"hours": 1.0, "time_accuracy": None})
     assert re.search(r"time \S+ .*? or without CORE tokens/s", text_of(render(run_dir)))
-    begin = next(i for i, line in enumerate(lines) if '"begin"' in line)
+    begin, step = (
+        next(i for i, line in enumerate(lines) if f'"event": "{kind}"' in line)
+        for kind in ("begin", "step")
+    )
+    (run_dir / "metrics.jsonl").write_text("".join(lines[: step + 1]))
+    assert "Continue with" in render(run_dir)
+    for checkpoint in run_dir.glob("step_*"):
+        shutil.rmtree(checkpoint)
+    assert re.search('class="grey points" d="M[0-9,]*h0"', page := render(run_dir)), "one step"
+    assert "Continue with" not in page
     (run_dir / "metrics.jsonl").write_text("".join(lines[: begin + 1]))
     assert "No step was taken." in render(run_dir)
     (run_dir / "metrics.jsonl").unlink()
