@@ -17,7 +17,7 @@ FOLDER = "evaluations"
 Tasks = dict[str, dict[str, Any]]
 _NUMBER = or_null(NUMBER)
 _METRIC = object_with({"value": _NUMBER, "se": _NUMBER}, "")
-_TASK = object_with({"n": COUNT, "metrics": object_of(_METRIC, "")}, "")
+_TASK = object_with({"n": or_null(COUNT), "metrics": object_of(_METRIC, "")}, "")
 _CONTENT = {"step": COUNT, "attempt": or_null(COUNT), "tasks": object_of(_TASK, "tasks' numbers")}
 
 

@@ -24,7 +24,7 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
 
 def test_each_task_shows_its_newest_evaluation(tmp_path):
     log = log_of((1, 0, 8))
-    a, b, c, d = ({"n": n, "metrics": {}} for n in (1, 2, 3, 4))
+    a, b, c, d = ({"n": n, "metrics": {}} for n in (1, 2, 3, None))
     add_tasks(tmp_path, log, 4, {"a": a, "b": b})
     for tasks in ({"b": c}, {"c": d}):
         add_tasks(tmp_path, log, 8, tasks)
