@@ -254,8 +254,8 @@ def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
 def as_text(numbers: dict[str, Any]) -> str:
     """Return the numbers as text."""
 
-    def row(label: str, value: float, error: float | None, rest: str = "") -> None:
-        lines.append(f"  {label} {value:.4f} +- {fmt.number(error)}{rest}")
+    def row(label: str, value: float | None, error: float | None, rest: str = "") -> None:
+        lines.append(f"  {label} {fmt.number(value)} +- {fmt.number(error)}{rest}")
 
     step = "" if numbers["step"] is None else f", step {numbers['step']}"
     place = paths.display_path(Path(numbers["target"]))

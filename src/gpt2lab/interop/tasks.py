@@ -25,6 +25,7 @@ from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.runs import history
 from gpt2lab.runs.console import doing
 from gpt2lab.runs.evaluations import add_tasks, file_of, items_folder
+from gpt2lab.runs.events import finite
 from gpt2lab.runs.target import is_run
 
 if TYPE_CHECKING:
@@ -197,16 +198,15 @@ def _read(found: dict[str, Any]) -> TaskResults:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return {metric: value and standard error} of lm-eval's `acc,none` and `acc_stderr,none`."""
+    """Return {metric: value and standard error} of lm-eval's `acc,none` and `acc_stderr,none`; None if not finite."""
     metrics = {}
     for key, value in values.items():
         metric, comma, filter = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         error: Any = values.get(f"{metric}_stderr,{filter}")
-        known = isinstance(error, int | float) and math.isfinite(error)
-        name = _metric_name(metric, filter)
-        metrics[name] = {"value": float(value), "se": float(error) if known else None}
+        error = float(error) if isinstance(error, int | float) else None
+        metrics[_metric_name(metric, filter)] = finite({"value": float(value), "se": error})
     return metrics
 
 
@@ -227,7 +227,7 @@ def _items(name: str, samples: list[dict[str, Any]], metrics: dict[str, Any]) ->
     kept: dict[str, np.ndarray] = {}
     weights = None
     for metric, by_item in per_unit.items():
-        if metric not in metrics:
+        if metric not in metrics or metrics[metric]["value"] is None:
             continue
         try:
             values = np.array(list(by_item.values()), dtype=np.float64)

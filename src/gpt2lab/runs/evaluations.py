@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt2lab import files
 from gpt2lab.files import COUNT, NUMBER, object_of, object_with, or_null, replace_durably
-from gpt2lab.runs.history import Log, read_json
+from gpt2lab.runs.history import Log, read_json, warn_once
 
 FOLDER = "evaluations"
 Tasks = dict[str, dict[str, Any]]
@@ -32,7 +32,7 @@ def items_folder(run_dir: Path, step: int) -> Path:
 
 
 def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
-    """Add results at `step` to those of the run; a task that is there is replaced.
+    """Add results at `step` to those of the run; a task that is there is replaced. A damaged file is put aside.
 
     Raises: OSError.
     """
@@ -40,8 +40,11 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
     path.parent.mkdir(exist_ok=True)
     with open(path.parent / ".lock", "a", opener=files.regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another `evaluate` of this step may end now
-        known = read_json(path) or {}
-        before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
+        known = read_json(path, _CONTENT)
+        if known is None and path.exists():
+            aside = path.replace(path.with_suffix(".damaged"))
+            warn_once(f"its results are kept in {aside}")
+        before = known["tasks"] if known and known["attempt"] == attempt else {}
         content = {"step": step, "attempt": attempt, "tasks": before | tasks}
         replace_durably(path, json.dumps(content, indent=2) + "\n")
 

@@ -16,12 +16,13 @@ import launch
 from conversations import write_pairs
 from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
-from gpt2lab.commands.evaluate import Evaluate, evaluate
+from gpt2lab.commands.evaluate import Evaluate, as_text, evaluate
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.interop import scoring
 from gpt2lab.interop.export import export
 from gpt2lab.report.page import render
+from gpt2lab.runs.history import read_json
 from gpt2lab.runs.target import find_target
 from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.bpe import train_bpe
@@ -245,9 +246,15 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     assert endings["metrics"]["acc"]["se"] > 0
     assert found["tasks"]["own_texts"]["metrics"]["bits_per_byte"]["se"] > 0
     # Fewer items stand beside all of them, not in their place.
-    few = evaluate(Evaluate("plain", runs, tasks="own_endings", limit=5, tasks_path=tasks))
-    assert list(few["tasks"]) == ["own_endings-first5"]
-    kept = json.loads((runs / "plain" / "evaluations" / "step_00000060.json").read_text())["tasks"]
+    (tasks / "own.py").write_text("def nan(doc, results): return {'acc': float('nan')}")
+    unusual = "include: own_endings.yaml\nprocess_results: !function own.nan\nmetric_list:"
+    (tasks / "nan.yaml").write_text(f"task: own_nan\n{unusual} [metric: acc]\n")
+    asked = {"tasks": "own_nan,own_endings", "limit": 5, "tasks_path": tasks}
+    few = evaluate(Evaluate("plain", runs, **asked))
+    assert {*few["tasks"]} == {f"own_{name}-first5" for name in ("endings", "nan")}
+    assert few["tasks"]["own_nan-first5"]["metrics"] == {"acc": {"value": None, "se": None}}
+    assert "own_nan-first5 acc n/a +- n/a on 5 items" in " ".join(as_text(few).split())
+    kept = read_json(runs / "plain" / "evaluations" / "step_00000060.json")["tasks"]
     assert kept == found["tasks"] | few["tasks"]
     page = render(runs / "plain")
     assert page.count('<td class="mono">own_endings</td>') == 2  # acc and acc_norm

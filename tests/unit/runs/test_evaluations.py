@@ -41,16 +41,20 @@ def test_weights_that_the_run_left_are_not_shown(tmp_path):
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
     add_tasks(tmp_path, again, 8, {"a": {"n": 3, "metrics": {}}})
     assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3, "metrics": {}})}
-    (tmp_path / "evaluations" / "step_00000008.json").write_text("{")
+    path = tmp_path / "evaluations" / "step_00000008.json"
+    path.write_text("{")
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
+    add_tasks(tmp_path, again, 8, {"a": {"n": 4, "metrics": {}}})
+    assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 4, "metrics": {}})}
+    assert path.with_suffix(".damaged").read_text() == "{"
 
 
 def test_evaluations_of_one_step_at_once_lose_no_result(tmp_path):
     """Real processes, each of which adds tasks of its own as fast as it can."""
     program = (
         "import sys; from pathlib import Path; from gpt2lab.runs.evaluations import add_tasks\n"
-        "from gpt2lab.runs.history import Log\n"
-        "for n in range(40): add_tasks(Path(sys.argv[1]), Log(b''), 4, {f'{sys.argv[2]}{n}': {}})"
+        "from gpt2lab.runs.history import Log; task = {'n': None, 'metrics': {}}\n"
+        "for n in range(40): add_tasks(Path(sys.argv[1]), Log(b''), 4, {f'{sys.argv[2]}{n}': task})"
     )
     words = [[sys.executable, "-c", program, str(tmp_path), name] for name in "abc"]
     running = [subprocess.Popen(each, env=launch.environment()) for each in words]
