@@ -185,8 +185,8 @@ def _read(found: dict[str, Any]) -> TaskResults:
         size, shot = sizes.get(task), shots.get(task)
         n = size["effective"] if size else None
         name = task + (f"-{shot}shot" if shot else "")
-        if size and n < size["original"]:
-            name += f"-first{n}"
+        if cut := _cut(found, task):
+            name += f"-first{cut}"
         metrics = _metrics(values)
         if not metrics:  # a heading of other tasks
             continue
@@ -195,6 +195,14 @@ def _read(found: dict[str, Any]) -> TaskResults:
         if samples and (results := _items(name, samples, metrics)) is not None:
             items[name] = results
     return TaskResults(numbers, items)
+
+
+def _cut(found: dict[str, Any], task: str) -> int:
+    """Return how many first items were asked of a task, or of those of a group, with more items; 0 if all were."""
+    if size := found["n-samples"].get(task):
+        return int(size["effective"]) if size["effective"] < size["original"] else 0
+    parts = found.get("group_subtasks", {}).get(task, ())
+    return max((_cut(found, part) for part in parts), default=0)
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -249,9 +249,11 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder, tmp_path):
     (tasks / "own.py").write_text("def nan(doc, results): return {'acc': float('nan')}")
     unusual = "include: own_endings.yaml\nprocess_results: !function own.nan\nmetric_list:"
     (tasks / "nan.yaml").write_text(f"task: own_nan\n{unusual} [metric: acc]\n")
-    asked = {"tasks": "own_nan,own_endings", "limit": 5, "tasks_path": tasks}
+    group = "group: own_all\ntask: [{group: own_part, task: [own_endings]}]"
+    (tasks / "all.yaml").write_text(f"{group}\naggregate_metric_list: [metric: acc]\n")
+    asked = {"tasks": "own_nan,own_all", "limit": 5, "tasks_path": tasks}
     few = evaluate(Evaluate("plain", runs, **asked))
-    assert {*few["tasks"]} == {f"own_{name}-first5" for name in ("endings", "nan")}
+    assert {*few["tasks"]} == {f"own_{name}-first5" for name in ("endings", "nan", "all")}
     assert few["tasks"]["own_nan-first5"]["metrics"] == {"acc": {"value": None, "se": None}}
     assert "own_nan-first5 acc n/a +- n/a on 5 items" in " ".join(as_text(few).split())
     kept = read_json(runs / "plain" / "evaluations" / "step_00000060.json")["tasks"]
