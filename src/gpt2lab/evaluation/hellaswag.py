@@ -142,6 +142,7 @@ def make_rows(sequences: Iterable[Sequence[np.ndarray]], *, context_length: int)
             kept = np.concatenate([context, ending])[-longest:]
             split = max(1, len(kept) - len(ending))
             rows.append(ScoredRow(kept[:split], (kept[split:],), (own,)))
+    assert all(len(row.context) for row in rows), "nothing predicts the first token"
     return rows
 
 

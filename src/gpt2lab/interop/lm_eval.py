@@ -160,7 +160,8 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
                     f"the continuation {text!r:.60} has {len(continuation)} tokens; the model scores 1 to "
                     f"{self.max_length}, its context length"
                 )
-        pairs = [(context, ids) for _, context, ids in requests]
+        # A context of spaces alone belongs to the continuation.
+        pairs = [(context or [self.eot_token_id], ids) for _, context, ids in requests]
         nats, is_greedy = self._score(pairs)
         return list(zip(nats.tolist(), (is_greedy > 0).tolist(), strict=True))
 

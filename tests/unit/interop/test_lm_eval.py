@@ -174,7 +174,7 @@ def plain_answers(folder: Path, run: str, context: str, ending: str) -> tuple[fl
 def test_other_runs_are_scored_as_their_logits_say(folder, run):
     """RoPE, RMSNorm and an own BPE; adapters of LoRA. The texts are longer than the context with the small BPE."""
     asked = [(text, f" {ending}") for text, endings, _ in ITEMS for ending in endings]
-    asked += [("", "There is a kettle."), ("There is a ", "bus.")]
+    asked += [("", "There is a kettle."), ("There is a ", "bus."), ("\n ", " A bus.")]
     found = ours(folder, run).loglikelihood(requests_of("loglikelihood", *asked))
     for pair, (nats, is_greedy) in zip(asked, found, strict=True):
         expected = plain_answers(folder, run, *pair)
