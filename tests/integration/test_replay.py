@@ -394,6 +394,11 @@ def test_a_flipped_bit_is_named_by_its_tensor(own):
     ((_, text),) = found["differences"]
     what = "1 of 4,096 values differ, the first at [2, 6]"
     assert text.startswith(f"blocks.0.mlp.c_fc.weight: {what}")
+    # Of weights that were imported no step is logged.
+    launch.edit_step(run, FLIPPED, event="imported")
+    imported = differing(own, "flipped")
+    assert imported["differences"] == found["differences"]
+    assert f"step {FLIPPED} is not in the logs of both runs" in imported["conclusion"][0]
 
 
 @pytest.mark.slow

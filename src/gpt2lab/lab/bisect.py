@@ -141,10 +141,16 @@ def bisect(a: RecordedRun, b: RecordedRun) -> Finding:
         f"{fmt.number_of(read, 'checkpoint')} of both ({detail})"
     )
     step = logged if unequal is None else unequal
-    last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
+    in_both = np.intersect1d(a.log.numbers, b.log.numbers)
+    names = (a.name, b.name)
+    if step is not None and step not in in_both:
+        found = first_saved_tensor(a.checkpoints[step], b.checkpoints[step])
+        differences = [("tensor", found or "none differs")]
+        why = f"step {step} is not in the logs of both runs, as that of weights that were imported"
+        return Finding(*names, step, "tensor", differences, [why], compared, [], 0)
+    last = int(in_both[-1]) if step is None else step
     x, y = _at(a, last), _at(b, last)
     differences, notes = _compare_starts(a, b, x, y)
-    names = (a.name, b.name)
     if step is None:
         compared += f", settings and environment of step {last}"
         notes += [f"different, without effect so far: {line}" for _, line in differences]
