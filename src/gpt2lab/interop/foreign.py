@@ -323,7 +323,8 @@ def _step(content: dict[str, Any], counted: int | None) -> int:
     """
     step = content["iter_num"] if type(content.get("iter_num")) is int else counted
     if step is None and type(content.get("step")) is int:
-        step = int(content["step"]) + 1  # that program counts from 0
+        # Both count from 0: build-nanogpt saves before the update, this program's predecessor after it.
+        step = int(content["step"]) + ("args" in content)
     if step is None or step < 0:
         which = "neither iter_num nor step" if step is None else f"{step} updates"
         raise CheckpointError(f"{which}: the number of updates is unknown")
