@@ -3,6 +3,9 @@
 import hashlib
 import importlib.util
 import math
+import re
+import types
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +23,9 @@ from gpt2lab.model.gpt import GPT, evaluating
 from gpt2lab.runs.console import counted
 
 MOST_TOKENS = 256  # of an answer
+_UNSPACED = re.compile(
+    "([\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff])"
+)  # Thai to Chinese
 
 
 class AnswerLoss:
@@ -90,15 +96,26 @@ def require_rouge() -> None:
         )
 
 
+def rouge_scorer() -> Any:
+    """Return the library's scorer, without stemming, for words of any script (Lin 2004)."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"], tokenizer=types.SimpleNamespace(tokenize=_words))
+
+
+def _words(text: str) -> list[str]:
+    """Split as the library does, which keeps only a-z and 0-9; a character is a word in scripts without spaces."""
+    kept = [c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text.lower()]
+    return _UNSPACED.sub(r" \1 ", "".join(kept)).split()
+
+
 def rouge_l(model: GPT, rows: Rows, strategy: Strategy) -> dict[str, Any]:
     """Return the mean ROUGE-L F-measure over the last answers of all conversations, with its standard error.
 
-    Decoding is greedy, up to <|endoftext|> or 256 tokens; the scorer is the library's, without stemming (Lin 2004).
-    Each rank takes a share of the conversations, and all get the result.
+    Decoding is greedy, up to <|endoftext|> or 256 tokens. Each rank takes a share of the conversations, and all get the
+    result.
     """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer, tokenizer, runtime = RougeScorer(["rougeL"]), rows.tokenizer, strategy.runtime
+    scorer, tokenizer, runtime = rouge_scorer(), rows.tokenizer, strategy.runtime
     exchanges = last_exchanges(rows)
     scores = np.zeros(len(exchanges))
     model.eval()

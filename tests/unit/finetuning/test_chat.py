@@ -15,6 +15,7 @@ from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.chat import Chat
+from gpt2lab.finetuning.evaluation import _words, rouge_scorer
 from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_exchanges
 from gpt2lab.interop.export import keeps_template
 from gpt2lab.runs.target import find_target, was_tuned
@@ -157,6 +158,12 @@ def test_answers_are_compared_where_asked(folder, monkeypatch):
     assert scored["val_loss"] == plain["val_loss"]
     assert scored["generate"]["n"] == 1
     assert 0 <= scored["generate"]["rouge_l"] <= 1
+    # English is split as by the library's own tokenizer, and other scripts are not dropped.
+    letters, split = "".join(map(chr, range(128))), sys.modules["rouge_score.tokenize"].tokenize
+    assert _words(f"It's_A b\n{letters}") == split(f"It's_A b\n{letters}", None)
+    cases = {"Всё - было": ("всё есть", 0.5), "क्या": ("क्यों", 0), "東京は": ("東京", 0.8)}
+    for expected, (answer, share) in cases.items():
+        assert rouge_scorer().score(expected, answer)["rougeL"].fmeasure == pytest.approx(share)
 
 
 def test_a_completer_stops_where_it_is_told(folder):
