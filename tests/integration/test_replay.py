@@ -18,6 +18,7 @@ from gpt2lab.data.prepare.write import measure_shard
 from gpt2lab.data.verify import verify
 from gpt2lab.distributed import runtime
 from gpt2lab.errors import NonFiniteError
+from gpt2lab.lab.why_spike import largest_spike
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import edit_json, parse, pretrain
@@ -345,6 +346,11 @@ def test_a_step_that_no_sample_broke_is_called_so(own):
     rest = ("--json", f"--checkpoint_dir={own / 'runs'}")
     answers = [launch.call(*words, *rest).stdout for words in wanted]
     assert all("null" in answer and "NaN" not in answer for answer in answers)
+    # An overflow of fp16's loss scale breaks nothing, and is not the spike.
+    run = own / "runs" / "poisoned"
+    for scale, step in ((1024.0, SPIKE), (None, 12)):
+        launch.edit_step(run, 12, grad_norm=None, loss_scale=scale)
+        assert largest_spike(history.read_log(run), after=4)[0] == step
 
 
 def test_wrong_words_for_why_spike_and_a_run_of_which_no_step_can_be_replayed(own):

@@ -102,8 +102,9 @@ def contributions(replay: Replay) -> list[Contribution]:
 def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
     """Return the step after step `after` whose loss or gradient norm stands out most, and how.
 
-    A non-finite step comes first; then the largest number of standard deviations above the mean of up to 128 previous
-    steps, as the trainer judges spikes. None if no step has at least FEWEST_BEFORE steps before it.
+    A non-finite step comes first, but none that only overflowed in fp16, whose loss scale takes care of it; then the
+    largest number of standard deviations above the mean of up to 128 previous steps, as the trainer judges spikes.
+    None if no step has at least FEWEST_BEFORE steps before it.
     """
     best = (-math.inf, 0, "")
     for field, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
@@ -112,6 +113,8 @@ def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
             if step <= after:
                 continue
             if not np.isfinite(values[place]):
+                if field == "grad_norm" and (log.step(step) or {}).get("loss_scale") is not None:
+                    continue
                 return step, f"{name} is not finite"
             recent = values[max(0, place - WINDOW) : place]
             recent = recent[np.isfinite(recent)]
