@@ -9,12 +9,14 @@ from typing import Any
 from gpt2lab import __version__, fmt
 from gpt2lab.config.settings import data_name, options_of
 from gpt2lab.errors import printable
+from gpt2lab.files import COUNT, OBJECT, STRING, list_of, mismatch, object_with
 from gpt2lab.optim.schedule import describe_rates
 from gpt2lab.runs import history
 from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.opening import why_no_text
 
 _TEMPLATE = Path(__file__).with_suffix(".jinja")
+_IMPORT = {"step": COUNT, "imported": STRING}
 
 
 def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
@@ -58,6 +60,7 @@ def _facts(target: Target) -> dict[str, Any]:
     return {
         "run": run_dir.name,
         "manifest": target.checkpoint.manifest,
+        "origin": _origin(target.folder),
         "config": config,
         "data": data_name(config),
         "rates": describe_rates(config.optim),
@@ -65,6 +68,14 @@ def _facts(target: Target) -> dict[str, Any]:
         "scores": scores[max(scores)] if scores else None,
         "hours": _hours(run_dir),
     }
+
+
+def _origin(folder: Path) -> dict[str, Any] | None:
+    """Return {step, imported} of the file that a run's first weights were imported from, None if of none."""
+    state = object_with({"history": list_of(OBJECT, "")}, "an object with a list of changes")
+    content = history.read_json(folder / "state.json", {"state": state})
+    changes = content["state"]["history"] if content else []
+    return next((one for one in changes if mismatch(one, _IMPORT) is None), None)
 
 
 def _hours(run_dir: Path) -> list[str]:

@@ -22,6 +22,8 @@ import launch
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.interop.foreign import read_foreign
 from gpt2lab.interop.import_checkpoint import import_checkpoint
+from gpt2lab.interop.model_card import write_card
+from gpt2lab.runs.target import find_target
 from tiny import parse
 from whole_run import Run
 
@@ -145,6 +147,11 @@ def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
     assert list(steps) == [5, 6, 7, 8]
     first = {event["step"]: event["batch_hash"] for event in origin.events("step")}
     assert steps[DONE + 1] == first[1]
+    numbers = {"out": "x", "dtype": "float32", "parameters": 1}
+    target = find_target(str(become.path), become.path.parent)
+    write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
+    said = f" in {LAST - DONE} steps of 128 after the import of step {DONE} from `ckpt.pt`, "
+    assert said in (tmp_path / "README.md").read_text()
 
 
 def test_without_an_optimizer_its_moments_begin_at_zero(origin, become, tmp_path, capsys):
