@@ -39,10 +39,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_a_run_is_replayed_from_its_own_conversations(folder, tmp_path):
-    finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
-    assert "bitwise as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
+    more = ("--checkpoint_freq=2", "--stop_after_steps=3")
+    for packing in ("on", "off"):
+        finetune(flags_of(folder, tmp_path, packing, f"--packing={packing}", *more))
+        assert "bitwise as logged" in launch.call("replay", tmp_path / packing, "--steps=3").stdout
+        said = launch.call("why-spike", tmp_path / packing, "--step=3").stdout
+        assert "sample 8: " in said
+        assert "end of text" not in said, "padding is no pattern"
     for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
-        done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
+        done = launch.call(*words, tmp_path / "on", f"--data_dir={folder}")
         line = "--data_dir: the run was fine-tuned on --instructions; omit it"
         assert (done.returncode, line in done.stderr) == (2, True)
 

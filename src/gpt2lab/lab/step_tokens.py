@@ -153,6 +153,14 @@ class StepTokens:
     shards: np.ndarray  # of each window: number of its shard and token offset there, both (S,)
     offsets: np.ndarray
 
+    def unpadded(self) -> list[np.ndarray]:
+        """Return the ids of each window after its first, int64; of a row of fine-tuning without all its padding."""
+        rows = list(self.windows[:, 1:].astype(np.int64))
+        if not _in_memory(self.data) or self.data.tokenizer is None:
+            return rows
+        end = self.data.tokenizer.end_of_text
+        return [row[: np.flatnonzero(row != end).max(initial=-1) + 2] for row in rows]  # one end
+
     def documents(self) -> list[np.ndarray]:
         """Return the document of each target, (T,) for each window; [] where nothing marks documents.
 

@@ -131,8 +131,8 @@ def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
     return best[1:] if best[1] else None
 
 
-def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
-    """Return what is unusual about the ids of a sample, (T,), compared with the other samples, (S - 1, T)."""
+def patterns(ids: np.ndarray, others: list[np.ndarray], tokenizer: Tokenizer | None) -> list[str]:
+    """Return what is unusual about the ids of a sample, compared with those of the other samples."""
     found = []
     end = None if tokenizer is None else tokenizer.end_of_text
     run, token = longest_run(ids)
@@ -184,14 +184,12 @@ def longest_cycle(ids: np.ndarray) -> tuple[int, int]:
     return best
 
 
-def rare_shares(ids: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+def rare_shares(ids: np.ndarray, others: list[np.ndarray]) -> tuple[float, float]:
     """Return the share of a sample's tokens that occur in no other sample, and the median share of the others."""
-    rows = np.vstack([ids, others])
-    used = np.zeros(int(rows.max()) + 1, np.int64)  # number of samples with an id
-    for row in rows:
-        used[np.unique(row)] += 1
-    shares = (used[rows] == 1).mean(axis=1)
-    return float(shares[0]), float(np.median(shares[1:])) if len(others) else 1.0
+    rows = [ids, *others]
+    used = np.bincount(np.concatenate([np.unique(row) for row in rows]))  # samples with an id
+    shares = [(used[row] == 1).mean() for row in rows]
+    return float(shares[0]), float(np.median(shares[1:])) if others else 1.0
 
 
 @dataclass(frozen=True)
@@ -322,12 +320,11 @@ def explain(run: RecordedRun, step: int | None, *, worst: int) -> SpikeReport:
 
 
 def _describe_samples(tokens: StepTokens, numbers: list[int]) -> dict[int, Sample]:
-    documents, tokenizer = tokens.documents(), tokens.data.tokenizer
+    documents, tokenizer, rows = tokens.documents(), tokens.data.tokenizer, tokens.unpadded()
     samples = {}
     for number in numbers:
         row = number - tokens.first_sample
-        ids = tokens.windows[row, 1:].astype(np.int64)
-        others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
+        ids, others = rows[row], rows[:row] + rows[row + 1 :]
         text = None if tokenizer is None else tokenizer.decode(ids.tolist())
         if text is not None:  # its beginning and its end
             long = len(text) > _HEAD + _TAIL
