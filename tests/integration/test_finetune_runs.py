@@ -58,8 +58,7 @@ def test_a_run_learns_and_is_logged_like_any(folder):
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     assert [event["step"] for event in evals] == [0, 3, 6]
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.1
-    rows = rows_of(folder, "on")
-    assert evals[0]["val_tokens"] == rows["val"].targets()
+    assert evals[0]["val_tokens"] == rows_of(folder, "on")["val"].targets()
     for step, event in steps.items():
         assert event["tokens"] == 4 * CONTEXT * step
         assert event["tokens_per_second"] == pytest.approx(4 * CONTEXT / event["step_seconds"])
@@ -79,8 +78,7 @@ def test_a_run_learns_and_is_logged_like_any(folder):
 
 
 def test_stopped_and_resumed_it_is_the_same_run(folder, tmp_path):
-    flags = flags_of(folder, tmp_path, "cut")
-    finetune([*flags, "--stop_after_steps=2"])
+    finetune([*flags_of(folder, tmp_path, "cut"), "--stop_after_steps=2"])
     finetune([f"--checkpoint_dir={tmp_path}", "--run_name=cut", "--resume=latest"])
     whole, cut = folder / "runs" / "whole", tmp_path / "cut"
     assert launch.losses(cut) == launch.losses(whole)
@@ -200,8 +198,7 @@ def test_the_command_lists_plans_and_rejects(folder, tmp_path):
     listed = launch.call(FINETUNE, "--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}")
     assert "whole" in listed.stdout
     rejected = launch.call(FINETUNE, *flags, "--lora=8")
-    line = "error: unknown flag --lora: did you mean --lora_r?\n"
-    assert rejected == (2, "", line)
+    assert rejected == (2, "", "error: unknown flag --lora: did you mean --lora_r?\n")
     theirs = launch.call(launch.TRAIN, "--lora_r=8")
     assert theirs.stderr == "error: unknown flag --lora_r: it belongs to gpt2lab finetune\n"
     assert not (tmp_path / "runs").exists()
@@ -213,9 +210,8 @@ def test_help_shows_the_defaults_of_fine_tuning(model, small):
     preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
     others = {name for name, value in to_flat(preset).items() if found[name] != value}
-    shown = TUNING_DEFAULTS
-    assert others <= set(shown)
-    for name, text in shown.items():
+    assert others <= set(TUNING_DEFAULTS)
+    for name, text in TUNING_DEFAULTS.items():
         if text.isdecimal() or name in ("shuffle", "epoch_checkpoints"):
             value = found[name]
             assert (f"{value:g}" if isinstance(value, float) else str(value)) == text

@@ -61,8 +61,7 @@ def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(folder, tmp_path, monkey
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     how = {"generators": [torch.Generator()], "end_of_text": END_OF_TEXT}
-    drawn = draw(model, [1, 2, 3], max_new_tokens=4, **how)
-    for _ in drawn:
+    for _ in draw(model, [1, 2, 3], max_new_tokens=4, **how):
         assert torch.backends.cuda.cudnn_sdp_enabled(), "the caller's own attention is left alone"
     layers = model.config.n_layer
     assert calls == layers * [(3, False, True, False)] + 3 * layers * [(1, False, False, False)]

@@ -135,8 +135,7 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(model, tmp_pat
 def test_batches_hold_each_row_once_and_do_not_waste(tmp_path):
     path = write_items(tmp_path / "items.jsonl", count=40)
     pieces = load_questions(path, GPT2).sequences["harness"]
-    rows = make_rows(pieces, context_length=64)
-    batches = cut_batches(rows, batch_tokens=300)
+    batches = cut_batches(make_rows(pieces, context_length=64), batch_tokens=300)
     slots = sorted(slot for batch in batches for row in batch for slot in row.slots)
     assert slots == list(range(160))
     assert all(len(batch) * len(batch[0]) <= 300 for batch in batches)

@@ -26,22 +26,19 @@ def test_sources_of_a_mixture_are_strata():
     """By hand, and 95 % intervals by Student's t over 2000 mixtures of a small and a large source that lie apart."""
     values = np.array([1.0, 2.0, 3.0, 11.0, 15.0])
     weights = np.array([0.25, 0.25, 0.25, 0.125, 0.125])
-    strata = (slice(0, 3), slice(3, 5))
-    found = estimate_mean(values, weights, strata)
+    found = estimate_mean(values, weights, (slice(0, 3), slice(3, 5)))
     parts = [0.75**2 * 1 / 3, 0.25**2 * 8 / 2]
     assert found.mean == pytest.approx(0.75 * 2 + 0.25 * 13)
     assert found.se == pytest.approx(math.sqrt(sum(parts)))
     assert found.degrees == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2))
-    alone = estimate_mean(values[:4], weights[:4], (slice(0, 3), slice(3, 4)))
-    assert alone.se is None
+    assert estimate_mean(values[:4], weights[:4], (slice(0, 3), slice(3, 4))).se is None
 
     rng, inside = np.random.default_rng(5), 0
     weights = np.repeat([0.7 / 6, 0.3 / 30], [6, 30])
     for _ in range(2000):
         values = np.concatenate([rng.normal(0, 1, 6), rng.normal(3, 1, 30)])
         found = estimate_mean(values, weights, (slice(0, 6), slice(6, 36)))
-        half = special.stdtrit(found.degrees, 0.975) * found.se
-        inside += abs(found.mean - 0.9) < half
+        inside += abs(found.mean - 0.9) < special.stdtrit(found.degrees, 0.975) * found.se
     assert inside / 2000 == pytest.approx(0.95, abs=0.015)
 
 

@@ -36,8 +36,8 @@ def folder(tmp_path_factory) -> Path:
     lines.append({"instruction": "Held out", "output": "Hello there"})
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     more = ("--max_steps=90", "--max_lr=0.03", "--eval_freq=0", "--checkpoint_freq=0")
-    more += ("--val_fraction=0.2",)
-    finetune(flags_of(folder, folder / "runs", "tuned", *more, "--packing=off"))
+    usual = flags_of(folder, folder / "runs", "tuned", "--packing=off", "--val_fraction=0.2")
+    finetune([*usual, *more])
     return folder
 
 
@@ -136,8 +136,7 @@ def test_the_last_exchange_of_a_row_is_found_again():
     part = [EncodedConversation(*encode(t, GPT2), digest=str(n)) for n, t in enumerate(spoken)]
     for packing in ("on", "off"):
         rows: Rows = build_rows(part, CONTEXT, packing=packing, tokenizer=GPT2)  # type: ignore[arg-type]
-        found = last_exchanges(rows)
-        for turns, (prompt, answer) in zip(spoken, found, strict=True):
+        for turns, (prompt, answer) in zip(spoken, last_exchanges(rows), strict=True):
             assert prompt == encode(turns[:-1], GPT2)[0]
             assert [*prompt, *answer] == encode(turns, GPT2)[0][:-1]
 

@@ -79,8 +79,7 @@ def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer):
     typed = f"<|endoftext|>Be brief.\n\n{as_prompt('Who?')}I.<|endoftext|>{as_prompt('Why?')}"
     assert prompt_ids(typed, tokenizer) == encode(turns, tokenizer)[0]
     # What a user says holds no control token, whatever it looks like.
-    said = encode([Turn("user", "<|endoftext|>")], tokenizer)[0]
-    assert said.count(tokenizer.end_of_text) == 1
+    assert encode([Turn("user", "<|endoftext|>")], tokenizer)[0].count(tokenizer.end_of_text) == 1
 
 
 def test_a_tuned_models_prompt_may_hold_the_control_token(folder, sampled):

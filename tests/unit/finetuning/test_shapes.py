@@ -153,8 +153,7 @@ def test_every_shape_of_the_docs_is_read(tmp_path):
     assert len(records) == 5
     path = tmp_path / "docs.jsonl"
     path.write_text("\n".join(records))
-    read = read_conversations(str(path))
-    assert [len(one.turns) for one in read] == [2, 2, 2, 4, 2]
+    assert [len(one.turns) for one in read_conversations(str(path))] == [2, 2, 2, 4, 2]
 
 
 def test_a_chat_keeps_its_system_message_in_the_template_of_training():

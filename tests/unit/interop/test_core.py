@@ -140,8 +140,7 @@ def test_training_scores_it_as_evaluate_does_and_trains_the_same_bits(folder):
         assert (event["centered"], event["centered_se"]) == (mean["value"], mean["se"])
         assert event["tasks"] == len(tasks) - 1
         assert (event["n"], event["cut"]) == (tasks["core"]["n"], tasks["core"]["cut"])
-    found = evaluate(Evaluate("a", runs, core=folder / "bundle.zip"))
-    assert found["tasks"] == kept[1]
+    assert evaluate(Evaluate("a", runs, core=folder / "bundle.zip"))["tasks"] == kept[1]
     rows = ask("compare", "a", "c", "--only=tasks", "--json", folder=folder)["metrics"]
     assert rows["core centered"]["difference"] == 0
 
@@ -166,18 +165,15 @@ def test_training_rejects_in_one_line_before_anything_is_written(
 
 def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, capsys):
     runs = folder / "runs"
-    found = {}
-    for run in "ab":
-        flags = Evaluate(run, runs, core=folder / "bundle.zip", save=tmp_path / run)
-        found[run] = evaluate(flags)
+    zipped = {"core": folder / "bundle.zip"}
+    found = {run: evaluate(Evaluate(run, runs, **zipped, save=tmp_path / run)) for run in "ab"}
     assert "have prompts over the model's context of 64 tokens" in capsys.readouterr().err
     a = found["a"]
     kept = json.loads((runs / "a" / "evaluations" / "step_00000004.json").read_text())["tasks"]
     assert kept == a["tasks"]
     mean = a["tasks"]["core"]["metrics"]["centered"]
     assert f"{mean['value']:.4f} +- {mean['se']:.4f} on 64 items" in as_text(a)
-    page = render(runs / "a")
-    assert '<td class="mono">core/own_schema</td>' in page
+    assert '<td class="mono">core/own_schema</td>' in render(runs / "a")
     for one in ("a", str(tmp_path / "a")):
         rows = ask("compare", one, "b", "--only=tasks", "--json", folder=folder)["metrics"]
         assert len(rows) == 6
@@ -189,8 +185,7 @@ def test_evaluate_keeps_it_in_the_run_and_compare_pairs_it(folder, tmp_path, cap
     limited = evaluate(Evaluate("a", runs, core=folder / "unpacked", core_limit=8))
     assert limited["tasks"]["core/own_schema-first8"]["n"] == 8
     whole = folder / "unpacked" / "eval_bundle"
-    again = evaluate(Evaluate("a", runs, core=whole, core_limit=16))
-    assert again["tasks"] == a["tasks"]
+    assert evaluate(Evaluate("a", runs, core=whole, core_limit=16))["tasks"] == a["tasks"]
 
 
 @pytest.mark.slow

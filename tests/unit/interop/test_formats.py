@@ -297,8 +297,7 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path):
     before = ImportOptions(tokenizer="unknown", end_of_text="before", end_of_text_id=7)
     import_folder(tmp_path, before)
     assert open_data(tmp_path, vocab_size=50304).end_of_text.id == 7
-    sevens = flat(made[1]).count(7)
-    assert len(measure(tmp_path)["val"].lengths) == sevens
+    assert len(measure(tmp_path)["val"].lengths) == flat(made[1]).count(7)
 
 
 def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path):

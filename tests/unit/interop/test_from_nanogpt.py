@@ -271,8 +271,7 @@ def test_a_precision_that_this_machine_lacks_is_said(place, monkeypatch):
     """Whether the test's own machine has bf16 or not."""
     monkeypatch.setattr("gpt2lab.distributed.runtime.fastest_dtype", lambda device: "fp32")
     torch.save(checkpoint(device="cuda"), place / "ckpt.pt")
-    done = launch.worked(take(place))
-    said = " ".join(done.stdout.split())
+    said = " ".join(launch.worked(take(place)).stdout.split())
     line = "dtype bfloat16 on cuda dtype fp32 no bf16 on this machine; on a GPU resume with"
     assert f"{line} --device cuda --dtype bf16 --allow_change dtype" in said
 

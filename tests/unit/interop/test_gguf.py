@@ -124,8 +124,7 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
         assert tokenizer.decode([id]) == (text if id != tokenizer.end_of_text else token)
     control = [id for id, kind in enumerate(value("tokenizer.ggml.token_type")) if kind == 3]
     assert control == [tokenizer.end_of_text]
-    ends = {value(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
-    assert ends == {control[0]}
+    assert {value(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")} == {control[0]}
     assert value("tokenizer.ggml.add_bos_token") is False
     first, second = value("tokenizer.ggml.merges")[0].split(" ")
     assert first + second in tokens
@@ -235,8 +234,7 @@ def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     prompt = ids[:9]
     generators = [torch.Generator()]
     how = {"generators": generators, "end_of_text": -1, "temperature": 0}
-    drawn = draw(ours, prompt, max_new_tokens=NEW, **how)
-    expected = [id for (id,) in drawn]
+    expected = [id for (id,) in draw(ours, prompt, max_new_tokens=NEW, **how)]
     llama.reset()
     llama.eval([*prompt, *expected])
     scores = torch.from_numpy(np.array(llama.scores[: len(prompt) + NEW]))

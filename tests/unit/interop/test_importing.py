@@ -132,9 +132,7 @@ def test_a_model_without_biases_gets_some_that_are_zero(origin, become, tmp_path
 def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
     take(become, write(tmp_path / "ckpt.pt", nano(origin)), "--shuffle=shards")
     told = capsys.readouterr().out
-    assert become.hashes(DONE) == origin.hashes(DONE), (
-        "weights, moments and step counts, bit by bit"
-    )
+    assert become.hashes(DONE) == origin.hashes(DONE), "weights, moments, counts, bit by bit"
     assert f"step {DONE} of {LAST}" in told
     assert "optimizer as in the file" in told
     assert "data begins at sample 0" in told
@@ -147,9 +145,9 @@ def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
     assert list(steps) == [5, 6, 7, 8]
     first = {event["step"]: event["batch_hash"] for event in origin.events("step")}
     assert steps[DONE + 1] == first[1]
-    numbers = {"out": "x", "dtype": "float32", "parameters": 1}
+    numbers = {"out": "x", "dtype": "float32", "parameters": 1, "max_abs_diff": 0}
     target = find_target(str(become.path), become.path.parent)
-    write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
+    write_card(target, tmp_path, {**numbers, "max_abs_logit": 1})
     said = f" in {LAST - DONE} steps of 128 after the import of step {DONE} from `ckpt.pt`, "
     assert said in (tmp_path / "README.md").read_text()
 
@@ -280,9 +278,8 @@ def test_wrappers_come_off_in_any_order(prefix, origin, tmp_path):
     """torch.compile of DDP, or DDP of what torch.compile returned."""
     file = write(tmp_path / "ckpt.pt", nano(origin, model=model_of(origin, prefix)))
     weights = read_foreign(file, trust=False).weights
-    assert all(
-        torch.equal(weights[our(n)], w) for n, w in model_of(origin).items() if our(n) in weights
-    )
+    for name, tensor in model_of(origin).items():
+        assert our(name) not in weights or torch.equal(weights[our(name)], tensor)
     assert len(weights) == len(their_names())
 
 

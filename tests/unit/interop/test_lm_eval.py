@@ -201,8 +201,7 @@ def test_answers_are_taken_from_lm_evals_cache(folder, tmp_path, monkeypatch):
     model, cache = ours(folder, "plain"), str(tmp_path / "cache")
     first = measure(folder, model, use_cache=cache)
     monkeypatch.setattr(scoring, "predict_endings", lambda *_: pytest.fail("computed again"))
-    again = measure(folder, model, use_cache=cache)
-    assert again["results"] == first["results"]
+    assert measure(folder, model, use_cache=cache)["results"] == first["results"]
 
 
 def test_the_chat_template_is_that_of_the_export(folder, tmp_path):

@@ -92,8 +92,7 @@ def test_cache_and_padding_change_nothing(options):
     ours, theirs = pair(**options)
     ids = ids_of(2, CONTEXT)
     expected = ours(ids)
-    static = StaticCache(config=theirs.config, max_cache_len=CONTEXT + 5)
-    for cache in (None, static):
+    for cache in (None, StaticCache(config=theirs.config, max_cache_len=CONTEXT + 5)):
         parts = []
         for piece in ids.split([7, 1, 1, CONTEXT - 9], dim=1):
             found = theirs(piece, past_key_values=cache)
@@ -112,8 +111,7 @@ def test_cache_and_padding_change_nothing(options):
             found = theirs(piece, attention_mask=mask[:, :end], past_key_values=cache)
             cache = found.past_key_values
             parts.append(found.logits)
-        through = torch.cat(parts, dim=1)
-        for logits in (theirs(rows, attention_mask=mask).logits, through):
+        for logits in (theirs(rows, attention_mask=mask).logits, torch.cat(parts, dim=1)):
             assert_close(logits[:1], ours(ids[:1, :30]))
             assert_close(logits[1:, before : before + 19], ours(short))
             assert torch.isfinite(logits).all()
@@ -124,8 +122,7 @@ def test_generate_is_ours_with_any_cache(options):
     ours, theirs = pair(**options)
     prompt = ids_of(1, 9)
     how = {"generators": [torch.Generator()], "end_of_text": -1, "temperature": 0}
-    drawn = draw(ours, prompt[0].tolist(), max_new_tokens=NEW, **how)
-    expected = [id for (id,) in drawn]
+    expected = [id for (id,) in draw(ours, prompt[0].tolist(), max_new_tokens=NEW, **how)]
     for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         plain = {"do_sample": False, "pad_token_id": 0, "disable_compile": True}
         found = theirs.generate(prompt, max_new_tokens=NEW, **plain, **how)
@@ -354,8 +351,7 @@ def test_a_process_without_gpt2lab_computes_and_generates_the_same(folder, tmp_p
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-I", str(WORKERS / "load_export.py"), json.dumps(asked)]
     how = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
-    done = worked(subprocess.run(command, **how))
-    found = json.loads(done.stdout)
+    found = json.loads(worked(subprocess.run(command, **how)).stdout)
     for out, (logits, texts, ids) in expected.items():
         assert_close(torch.tensor(found[out]["logits"]), logits)
         for way in ("cached", "whole", "padded"):

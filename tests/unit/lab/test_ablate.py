@@ -151,8 +151,7 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
     assert len(started) == 4
     assert capsys.readouterr().err.endswith("[4/4] hot_seed2: complete\n")
     markdown, as_json = ablation.Ablation({}, tmp_path).write(runs)
-    written = json.loads((tmp_path / "ablation.json").read_text())
-    assert written == json.loads(json.dumps(as_json))
+    assert json.loads((tmp_path / "ablation.json").read_text()) == json.loads(json.dumps(as_json))
     assert (tmp_path / "ablation.md").read_text() == markdown + "\n"
     cold, hot = as_json["settings"]
     assert (cold["setting"], cold["tokens"], cold["reached"]) == ("cold", 768, 2)
@@ -332,8 +331,7 @@ def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
 
 def test_a_name_too_long_for_a_file_and_an_out_that_is_one_are_rejected(shared, tmp_path):
     settings = {"a": [], "ä" * 117: ["--max_lr=0.01"]}  # with _seed1 240 bytes
-    longest = plan_runs(settings, shared, seeds=(1,), out=tmp_path)[1]
-    longest.write_settings()
+    plan_runs(settings, shared, seeds=(1,), out=tmp_path)[1].write_settings()
     out = tmp_path / "out"
     with pytest.raises(
         ConfigError, match=r"^setting ä{30}\.\.\.: .* 241 bytes, 240 at most; shorten it$"

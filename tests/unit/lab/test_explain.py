@@ -406,8 +406,7 @@ def test_degrees_of_freedom_are_those_of_each_group() -> None:
         weights = np.repeat([0.3 / 5, 0.7 / 40], [5, 40])
         known = estimate_mean(values, weights, (slice(0, 5), slice(5, 45)))
         assert found.part.degrees[g] == pytest.approx(known.degrees)
-    alone = estimate_groups([one], [1.0])
-    assert alone.part.degrees == pytest.approx([4, 4])
+    assert estimate_groups([one], [1.0]).part.degrees == pytest.approx([4, 4])
     one.tokens[1:, 0] = 0
     one.difference[1:, 0] = 0
     assert estimate_groups([one, two], [0.3, 0.7]).part.degrees[0] == 0
@@ -420,8 +419,7 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
     known = [g for g in groups if g["part_low"] is not None]
     assert known
     for one in known:
-        middle = (one["part_low"] + one["part_high"]) / 2
-        assert middle == pytest.approx(one["part"], abs=1e-12)
+        assert (one["part_low"] + one["part_high"]) / 2 == pytest.approx(one["part"], abs=1e-12)
         assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
     worked(call("plot", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}"))
     picture = (tmp_path / "it.svg").read_text()

@@ -97,8 +97,7 @@ def test_a_size_may_have_its_own_tokens_and_a_longer_run_a_lower_rate(file: Path
     file.write_text(text)
     by_tokens = "exponent = 1\ntokens = 64\ntokens_exponent = 0.5"
     file.write_text(file.read_text().replace("exponent = 1", by_tokens))
-    family = read_family(str(file))
-    found = {name: rates(family, name)[0] for name in ("a-64", "a-256", "c-256")}
+    found = {name: rates(read_family(str(file)), name)[0] for name in ("a-64", "a-256", "c-256")}
     assert found == {"a-64": 0.02, "a-256": 0.01, "c-256": 0.00444444}
     file.write_text(file.read_text().replace("exponent = 1", "exponent = 99999", 1))
     assert rates(read_family(str(file)), "c-256")[0] == 0  # which no run accepts

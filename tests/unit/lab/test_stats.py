@@ -39,8 +39,7 @@ def test_equal_models_differ_beyond_noise_in_one_of_twenty_cases(count: int) -> 
     """Four thousand comparisons of models that are equal: 5 % nominal."""
     rng = np.random.default_rng(count)
     found = [p_of_zero_mean(*draw_losses(rng, count)) for _ in range(4000)]
-    share = np.mean([p is not None and p < 0.05 for p in found])
-    assert share == pytest.approx(0.05, abs=0.01)
+    assert np.mean([p is not None and p < 0.05 for p in found]) == pytest.approx(0.05, abs=0.01)
 
 
 def test_a_mean_over_seeds_has_the_interval_and_p_value_of_scipy() -> None:
@@ -74,16 +73,14 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(effec
     p = lab_stats.t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1) / np.sqrt(n), n - 1)
     null = np.array(effects) == 0
     adjusted = np.array([lab_stats.holm(row) for row in p.tolist()])
-    wrong = (adjusted < ALPHA)[:, null].any(axis=1).mean()
-    assert wrong < ALPHA + binomial(ALPHA, PATHS)
+    assert (adjusted < ALPHA)[:, null].any(axis=1).mean() < ALPHA + binomial(ALPHA, PATHS)
     assert (p < ALPHA)[:, null].any(axis=1).mean() > 0.10
 
 
 @pytest.mark.parametrize(("effect", "known"), [(1.0, 10), (0.8, 15), (0.5, 34), (0.2, 199)])
 def test_the_number_of_seeds_is_that_of_known_tables(effect: float, known: int) -> None:
     """Cohen's paired designs, two-sided 5 %, power 80 %, as G*Power gives them."""
-    found = lab_stats._fewest_seeds(effect * 0.03, 0.03, alpha=ALPHA, sequential=False)
-    assert found == known
+    assert lab_stats._fewest_seeds(effect * 0.03, 0.03, alpha=ALPHA, sequential=False) == known
 
 
 @pytest.mark.parametrize("sequential", [False, True])
@@ -169,8 +166,7 @@ def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_ca
     """Student's t, looked at as often, finds one in a quarter of the cases."""
     values = gaussian(0.0)
     mean, half = lab_stats.look(values, alpha=alpha)
-    wrong = (np.abs(mean) > half).any(axis=-1).mean()
-    assert alpha / 10 < wrong < alpha + binomial(alpha, PATHS)
+    assert alpha / 10 < (np.abs(mean) > half).any(axis=-1).mean() < alpha + binomial(alpha, PATHS)
     peeked = np.zeros(PATHS, bool)
     for n in range(2, 21):
         part = values[:, :n]
@@ -183,8 +179,7 @@ def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_ca
 def test_the_stopping_rule_keeps_its_errors_and_its_coverage(mean: float) -> None:
     """Stop when 0 is excluded or the interval lies within +-0.5; wrong decisions and missed means are 5 % at most."""
     found = [decide(path, smallest=0.5) for path in gaussian(mean, seed=1)]
-    covers = [one.low <= mean <= one.high for one in found]
-    assert np.mean(covers) > 0.95 - binomial(0.05, PATHS)
+    assert np.mean([one.low <= mean <= one.high for one in found]) > 0.95 - binomial(0.05, PATHS)
     estimate, decision = np.array([(one.mean, one.decision) for one in found]).T
     wrong_sign = np.sign(estimate.astype(float)) != np.sign(mean)
     wrong = (decision == "differs") & wrong_sign | (decision == "equal") & (mean >= 0.5)

@@ -150,8 +150,7 @@ def test_real_runs_stop_when_they_are_decided(tiny_data, tmp_path, started, caps
     assert (cold["over_units"]["paired"], cold["over_units"]["n"]) == (True, 20)
 
     pair = (f"{tmp_path / 'out'}/base_seed*", f"{tmp_path / 'out'}/windows_seed*")
-    groups = launch.call("compare", *pair, "--json")
-    answer = json.loads(groups.stdout)
+    answer = json.loads(launch.call("compare", *pair, "--json").stdout)
     assert answer["seeds"] == [1, 2, 3, 4, 5]
     assert answer["over_seeds"] == pytest.approx(windows["over_seeds"])
     assert answer["over_units"] == pytest.approx(windows["over_units"])

@@ -35,8 +35,7 @@ def test_each_task_shows_its_newest_evaluation(tmp_path):
 def test_weights_that_the_run_left_are_not_shown(tmp_path):
     """The second start goes back to step 4 and takes steps 5 to 8 again."""
     add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1, "metrics": {}}})
-    tasks = {name: {"n": 2, "metrics": {}} for name in "ab"}
-    add_tasks(tmp_path, log_of((1, 0, 8)), 8, tasks)
+    add_tasks(tmp_path, log_of((1, 0, 8)), 8, {name: {"n": 2, "metrics": {}} for name in "ab"})
     again = log_of((1, 0, 8), (2, 4, 8))
     assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
     add_tasks(tmp_path, again, 8, {"a": {"n": 3, "metrics": {}}})

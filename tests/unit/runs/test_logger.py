@@ -140,8 +140,7 @@ def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stal
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])
 def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, capsys):
-    content = whole_line(1) + damaged + b"\n" + whole_line(2)
-    (tmp_path / "metrics.jsonl").write_bytes(content)
+    (tmp_path / "metrics.jsonl").write_bytes(whole_line(1) + damaged + b"\n" + whole_line(2))
     for _ in range(2):
         assert history.read_log(tmp_path).numbers.tolist() == [1, 2]
     said = capsys.readouterr().err
