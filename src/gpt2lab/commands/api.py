@@ -212,11 +212,10 @@ def train(
     how = {"resume": resume, "allow_change": allow_change}
     how |= {"branch_from": branch_from, "cooldown": cooldown}
     _check_flags(Actions, how, "train")
-    values = read_values(settings)
     base, path = (config, None) if isinstance(config, dict) else ({}, _path(config))
-    tunes = {**base, **values}.get("instructions")
+    tunes = {**base, **settings}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
-    file = read_values(base, recipe)
+    values, file = read_values(settings, recipe), read_values(base, recipe)
     if path is not None:
         file = read_file(paths.from_working_directory(path), recipe)
     request = make_request(

@@ -17,7 +17,7 @@ from gpt2lab.config.presets import PRESETS
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
 from gpt2lab.config.settings import LEAVES, as_recorded, both_set_length, to_flat
-from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, make_request, read_file
+from gpt2lab.config.settings_file import PROGRAMS, TUNING, check_recipe, make_request, read_file
 from gpt2lab.errors import ConfigError
 
 
@@ -177,10 +177,11 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     if len(lengths) > 1:
         raise ConfigError(both_set_length(lengths))
     _reject_idle_actions(actions)
-    shards = sorted(OF_SHARDS & values.keys())
-    if recipe == "finetune" and (finds_mini_batch or shards):
-        name = "--mini_batch_size auto" if finds_mini_batch else f"--{shards[0]}"
-        raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
+    check_recipe(values, recipe)
+    if recipe == "finetune" and finds_mini_batch:
+        raise ConfigError(
+            f"--mini_batch_size auto is for pretraining, {PROGRAMS['pretrain']}; leave it out here"
+        )
     if actions.preflight and (finds_mini_batch or actions.fit_schedule):
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"

@@ -284,6 +284,9 @@ def find_problems(config: Config) -> list[str]:
         "average_tail: the mean of LoRA's factors is not that of their products; leave one out": (
             flat["average_tail"] and flat["lora_r"]
         ),
+        f"lora_r {flat['lora_r']} needs --instructions: adapters are for fine-tuning": (
+            flat["lora_r"] > 0 and flat["instructions"] is None
+        ),
         "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1": (
             parallel == "fsdp" and flat["reduce"] == "exact"
         ),

@@ -30,6 +30,7 @@ else:
 PROGRAMS = {"pretrain": "gpt2lab train", "finetune": "gpt2lab finetune"}
 TUNING = frozenset(TuningConfig.__dataclass_fields__)
 OF_SHARDS = frozenset({"data_dir", "data_weights_at", "max_source_epochs"})
+_UNUSED = {"pretrain": TUNING, "finetune": OF_SHARDS}
 _AT_MOST = 2**20  # bytes of a file
 
 
@@ -101,23 +102,17 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
-    values = _without_what_follows(values)
-    if recipe == "pretrain" and values.get("instructions") is not None:
-        raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
-    return as_recorded(_without_other_recipe(values, recipe))
+    return _of_recipe(as_recorded(_without_what_follows(values)), recipe, where=f"{path}: ")
 
 
-def read_values(values: dict[str, Any], recipe: RecipeName | None = None) -> dict[str, Any]:
-    """Return settings that a program gives, as `read_file` does those of a file.
-
-    `recipe`: they are in place of a file, such as those of another run, for a start of that recipe.
+def read_values(values: dict[str, Any], recipe: RecipeName = "pretrain") -> dict[str, Any]:
+    """Return settings that a program gives for a start of that recipe, as `read_file` does those of a file.
 
     Raises: ConfigError naming every one that cannot be used.
     """
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     raise_problems(_problems(plain).values())
-    found = as_recorded(_without_what_follows(plain))
-    return found if recipe is None else _without_other_recipe(found, recipe)
+    return _of_recipe(as_recorded(_without_what_follows(plain)), recipe)
 
 
 def _without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,10 +143,24 @@ def _problems(values: dict[str, Any]) -> dict[str, str]:
     return unknown | wrong
 
 
-def _without_other_recipe(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
+def check_recipe(values: Mapping[str, Any], recipe: RecipeName, *, where: str = "") -> None:
+    """Reject a setting of the other recipe that has not its default: it would have no effect.
+
+    Raises: ConfigError.
+    """
+    plain, kind, owner = to_flat(Config()), "fine-tuning", PROGRAMS["finetune"]
+    if recipe == "finetune":
+        kind, owner = "pretraining", PROGRAMS["pretrain"]
+    for name in sorted(_UNUSED[recipe] & values.keys()):
+        if values[name] != plain[name]:
+            raise ConfigError(f"{where}--{name} is for {kind}, {owner}; leave it out here")
+
+
+def _of_recipe(values: dict[str, Any], recipe: RecipeName, where: str = "") -> dict[str, Any]:
     """Leave out the settings of the other recipe, which a run's config.json holds too, unused."""
-    unused = TUNING if recipe == "pretrain" else OF_SHARDS
-    return {name: value for name, value in values.items() if name not in unused}
+    if recipe == "pretrain" or "num_tokens" not in values:  # else a run's, of any data
+        check_recipe(values, recipe, where=where)
+    return {name: value for name, value in values.items() if name not in _UNUSED[recipe]}
 
 
 def _read_text(path: Path) -> str:
@@ -214,7 +223,7 @@ def write_file(path: Path, config: Config, *, leave_out: frozenset[str]) -> None
         raise ConfigError(f"--save_config {path}: give a name that ends with .toml or .json")
     if path.exists():
         raise ConfigError(f"--save_config {path}: exists already; choose another name")
-    unused = TUNING if config.tuning.instructions is None else OF_SHARDS
+    unused = _UNUSED["pretrain" if config.tuning.instructions is None else "finetune"]
     flat = {
         name: value
         for name, value in to_flat(config).items()

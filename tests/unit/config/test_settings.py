@@ -22,7 +22,7 @@ PROBLEMS: list[dict[str, Any]] = [
     *({"eval_freq": -1}, {"log_freq": 0}, {"keep_checkpoints": 0}),
     *({"run_name": "a/b"}, {"run_name": ".hidden"}, {"run_name": ""}),
     *({"beta1": 1.0}, {"beta2": 1.0}, {"muon_lr": 0.0}, {"head_lr": 0.1}, {"norm_eps": 0.0}),
-    *({"logit_cap": -1.0}, {"n_embd": 9, "n_head": 3, "positions": "rotary"}),
+    *({"lora_r": 4}, {"logit_cap": -1.0}, {"n_embd": 9, "n_head": 3, "positions": "rotary"}),
     {"n_embd": 18, "n_head": 3, "positions": "half_rotary"},
     # größe, as Python reads it where the locale is ASCII
     {"run_name": "gr\udcc3\udcb6\udcc3\udc9fe"},

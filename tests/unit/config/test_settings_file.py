@@ -75,6 +75,7 @@ def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path):
         *(("a.toml", "qqqq = 1\n"), ("a.toml", 'instructions = "demo"\n')),
         *(("a.toml", "batch_size = 4\n"), ("a.json", '{"learning_rate": 1}')),
         *(("a.toml", "num_workers = 4\n"), ("a.toml", "num_tokenz = 4\n")),
+        *(("a.toml", "lora_r = 4\n"), ("a.json", '{"num_tokens": 300, "lora_r": 4}')),
         *(("a.toml", 'dtype = "bfloat16"\n'), ("a.toml", "compile = true\n")),
         ("a.yaml", "seed: 1\n"),
     ],

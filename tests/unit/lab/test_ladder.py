@@ -110,6 +110,7 @@ def test_a_size_may_have_its_own_tokens_and_a_longer_run_a_lower_rate(file: Path
         *(('tokens = [64, "128", 256]', ""), ("b.n_embd = 12", "b.tokens = 'x'")),
         *(("seeds = [1, 2]", "seeds = [1, 1]"), ("seeds =", "seed =")),
         *(("a.n_embd = 8", "a.n_embdd = 8"), ("a.n_embd = 8", "a.max_lr = 1.0")),
+        ("seeds = [1, 2]\n[settings]", "seeds = [1, 2]\n[settings]\nlora_r = 4"),
         *(("tokens = 768", ""), ("exponent = 1", "exponent = 'x'")),
         ("exponent = 1", "exponent = 1\ntokens = 64"),
         ("exponent = 1", "exponent = 1\ntokens = 64\ntokens_exponent = -1"),
