@@ -1,6 +1,9 @@
 """What is held out of odd corpora, and that no share of the work is lost or too small."""
 
 import contextlib
+import csv
+import gzip
+import io
 import json
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 
 from corpora import TEXTS, assert_divided, prepare_parts, run_prepare, snapshot, write_jsonl
 from edited_manifests import Manifest, edit
-from gpt2lab.data.prepare import work, write
+from gpt2lab.data.prepare import sources, work, write
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import EncoderPool, TextChunk, encode_chunks
 from gpt2lab.data.prepare.groups import File, Share, deal
@@ -29,10 +32,28 @@ def test_the_size_of_a_text_is_estimated_also_where_a_file_is_empty_or_a_line_lo
         (folder / f"{number:03d}.txt").write_text(text if number else "")
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert open_source(str(folder), text_column="text").text_bytes() == size
-    texts = ["word " * 300_000 for _ in range(4)]
-    path = write_jsonl(tmp_path / "corpus.jsonl", texts)
-    estimate = open_source(str(path), text_column="text").text_bytes()
-    assert estimate == pytest.approx(sum(map(len, texts)), rel=0.01)
+    for note in ("", "n" * 3_000_000):  # beside a text of 1,500,000 bytes
+        row = json.dumps({"text": "word " * 300_000, "note": note})
+        (tmp_path / "corpus.jsonl").write_text(f"{row}\n" * 4)
+        source = open_source(str(tmp_path / "corpus.jsonl"), text_column="text")
+        assert source.text_bytes() == pytest.approx(4 * 1_500_000, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "guess"), [("a.csv", None), ("a.csv.gz", None), ("a.csv", 20.0)])
+def test_a_twentieth_is_held_out_of_a_small_column_or_where_the_guess_is_wrong(
+    name, guess, tmp_path, monkeypatch
+):
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([("note", "text"), *(("n" * 1_000, text) for text in MANY)])
+    content = file.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    source = open_source(str(tmp_path / name), text_column="text")
+    size = sum(len(text.encode()) for text in MANY)
+    assert source.text_bytes() == pytest.approx(size, rel=0.03)
+    if guess:
+        monkeypatch.setattr(sources, "text_per_byte", lambda *_: guess)
+    result = run_prepare(tmp_path / name, tmp_path / "out")
+    assert 0.02 < result.total("tokens", "val") / result.total("tokens") < 0.1
 
 
 @pytest.mark.parametrize(

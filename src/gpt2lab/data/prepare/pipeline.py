@@ -116,6 +116,7 @@ class PreparationPlan:
     num_groups: int  # of all parts
     expected: int  # tokens of this part, roughly
     val_tokens: int  # of all parts, roughly
+    takes_share: bool  # these are VAL_FRACTION of what is expected: no usable number was given
     note: str | None
 
 
@@ -183,7 +184,8 @@ def plan_preparation(
         )
         for group in of_part(groups, part)
     )
-    return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, note)
+    takes_share = sizes.val_tokens != val_tokens
+    return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, takes_share, note)
 
 
 def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
@@ -347,7 +349,10 @@ def _divide(
         raise DataError(
             f"{source.origin}: only {total} tokens; two splits need at least {LEAST_TOKENS}"
         )
-    if train >= 2 and 4 * val >= plan.val_tokens:
+    val_tokens = plan.val_tokens
+    if plan.takes_share and 2 * VAL_FRACTION * total < val_tokens:  # far less text than expected
+        val_tokens = max(2, int(VAL_FRACTION * total))
+    if train >= 2 and 4 * val >= val_tokens:
         return finished, _record(name, rule), None
     if plan.num_groups > 1:
         if is_part or (train >= 2 and val >= 2):  # merge decides about the parts
@@ -356,13 +361,13 @@ def _divide(
             f"{source.origin}: {train:,} tokens for training and {val:,} held out, because there are so few documents; "
             f"cut long ones into several, or give another --val_tokens"
         )
-    wanted = min(plan.val_tokens, max(2, total // 2))
+    wanted = min(val_tokens, max(2, total // 2))
     chosen = rule_by_documents(wanted, finished[0].facts["smallest"], total)
     if chosen is not None:
         (group,) = again = _run_by(chosen, plan, run, folder / "documents")
         if min(group.facts["train_tokens"], group.facts["val_tokens"]) >= 2:
             return again, _record("whole documents", chosen), None
-    cut, none = max(2, min(plan.val_tokens, total // 2)), SplitRule(0, rule.cap)
+    cut, none = max(2, min(val_tokens, total // 2)), SplitRule(0, rule.cap)
     return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
 
 

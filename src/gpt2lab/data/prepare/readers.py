@@ -243,16 +243,17 @@ def _document_in(line: bytes, text_column: str, where: str) -> Document | BadRec
     return document_of(row, text_column, where)
 
 
+def _as_text(raw: IO[bytes]) -> IO[str]:
+    csv.field_size_limit(_LONGEST_RECORD)
+    # A byte that is not UTF-8 becomes half of a surrogate pair, and only its row is rejected.
+    return io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="")
+
+
 def _read_csv(share: Share, text_column: str) -> Stream:
     """Yield the rows of a file whose first row names the columns."""
     name, number = share.file.url, 1
-    csv.field_size_limit(_LONGEST_RECORD)
     try:
-        with (
-            _open(share) as raw,
-            # A byte that is not UTF-8 becomes half of a surrogate pair, and only its row is rejected.
-            io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
-        ):
+        with _open(share) as raw, _as_text(raw) as file:
             rows = csv.DictReader(file, strict=True)
             if (rows.fieldnames or ()).count(text_column) > 1:
                 yield BadRecordsError(f"{name}: two columns {text_column}; rename one of them")
@@ -382,8 +383,13 @@ def text_per_byte(file: File, text_column: str) -> float:
     try:
         if file.kind == "parquet":
             return _text_per_byte_of_parquet(share, text_column)
+        if file.kind == "csv":
+            return _text_per_byte_of_csv(share, text_column)
         with _open_raw(share) as raw, _decompress(raw, share) as content:
-            sample, stored = content.read(_BLOCK), raw.tell()
+            sample = content.read(_BLOCK)
+            if file.kind == "jsonl" and len(sample) == _BLOCK and b"\n" not in sample:
+                sample += content.readline(_LONGEST_RECORD) + b"\n"
+            stored = raw.tell()
     except _damage(share):
         return 1.0
     except Exception as error:
@@ -394,15 +400,34 @@ def text_per_byte(file: File, text_column: str) -> float:
     if file.kind == "jsonl":
         lines = sample[: sample.rfind(b"\n") + 1].splitlines(keepends=True)
         documents = (_document_in(line, text_column, "") for line in lines)
-        text = sum(
-            len(b.encode("utf-8", "replace"))
-            for d in documents
-            if isinstance(d, Document)
-            for b in d.blocks
-        )
-        if text:  # else a single line is longer than the sample, or nothing can be read
+        if text := sum(map(_text_bytes, documents)):  # else nothing can be read
             return text / sum(map(len, lines)) * read / max(1, stored)
     return read / stored if read else 1.0
+
+
+def _text_bytes(document: Document | BadRecordsError) -> int:
+    if isinstance(document, BadRecordsError):
+        return 0
+    return sum(len(block.encode("utf-8", "replace")) for block in document.blocks)
+
+
+def _text_per_byte_of_csv(share: Share, text_column: str) -> float:
+    read = text = 0
+
+    def counted(lines: Iterable[str]) -> Iterator[str]:
+        nonlocal read
+        for line in lines:
+            read += len(line.encode("utf-8", "surrogateescape"))
+            yield line
+
+    with _open_raw(share) as raw, _decompress(raw, share) as content, _as_text(content) as file:
+        with contextlib.suppress(csv.Error):  # the preparation says what is wrong
+            for row in csv.DictReader(counted(file), strict=True):
+                text += _text_bytes(document_of(row, text_column, ""))
+                if read >= _BLOCK:
+                    break
+        stored = raw.tell() if share.file.packing else read
+    return text / stored if text else 1.0
 
 
 def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:
