@@ -113,6 +113,7 @@ class PreparationPlan:
     """What a preparation does; the same on every machine that prepares a part."""
 
     tasks: tuple[Task, ...]  # of this part
+    rule: SplitRule  # of all groups but those of a validation file
     num_groups: int  # of all parts
     expected: int  # tokens of this part, roughly
     val_tokens: int  # of all parts, roughly
@@ -185,7 +186,8 @@ def plan_preparation(
         for group in of_part(groups, part)
     )
     takes_share = sizes.val_tokens != val_tokens
-    return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, takes_share, note)
+    per_part = expected // part[1]
+    return PreparationPlan(tasks, rule, len(groups), per_part, val_tokens, takes_share, note)
 
 
 def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
@@ -335,7 +337,7 @@ def _divide(
         sum(group.facts[name] for group in finished)
         for name in ("train_tokens", "val_tokens", "held_back")
     )
-    total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
+    total, rule, name = train + val + back, plan.rule, "documents below a threshold"
     is_part = len(finished) < plan.num_groups
     if source.val_file is not None:
         if not is_part and min(train, val) < 2:
@@ -441,7 +443,7 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DataError(f"{partial}: another process is preparing this folder") from error
-        rule = dataclasses.asdict(plan.tasks[0].rule)
+        rule = dataclasses.asdict(plan.rule)
         wanted = (json.dumps({**request, "rule": rule}, sort_keys=True) + "\n").encode()
         journal = partial / JOURNAL
         if journal.exists() and journal.read_bytes() != wanted:
@@ -492,7 +494,7 @@ def learning_texts(
     # The new tokenizer will have about as many bytes per token as GPT-2's.
     sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
     plan = plan_preparation(source, sizes, tokenizer=GPT2)
-    threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
+    threshold = 0 if with_held_out else plan.rule.threshold
     files = source.files if with_held_out else source.split()[0]
     documents = (
         document
