@@ -225,12 +225,15 @@ def _fitting_sizes(
 
 
 def trial_job(job: Job, size: int) -> Job:
-    """Return one micro-batch of the job: on one rank, or on this machine's ranks where they share what one holds."""
+    """Return one micro-batch of the job: on one rank, or on this machine's ranks where they share what one holds.
+
+    A trial ends before a run begins the mean of its last weights.
+    """
     ranks = 1
     if job.parallel != "ddp":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
     alone = dataclasses.replace(job.with_micro_batch(size), world_size=ranks)
-    return with_accumulation(alone, 1)
+    return with_accumulation(alone, 1).with_settings(average_tail=0.0)
 
 
 def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: int = 10**6) -> Trial:

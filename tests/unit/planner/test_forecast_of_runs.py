@@ -271,6 +271,8 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
     how = {"max_batch": 8, "memory_bytes": 1e12, "target": 0.9, "on_gpu": False}
     found = measuring.find_batch_size(small_job(), tmp_path, **how)
     assert seen == [1, 2]
+    tail = small_job(average_tail=0.2)  # whose memory the closed form adds to a trial's
+    assert measuring.trial_job(tail, 2) == measuring.trial_job(small_job(), 2)
     assert (found["mini_batch_size"], found["largest_verified"]) == (2, 2)
 
 
