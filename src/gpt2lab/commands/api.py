@@ -215,9 +215,10 @@ def train(
     base, path = (config, None) if isinstance(config, dict) else ({}, _path(config))
     tunes = {**base, **settings}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
-    values, file = read_values(settings, recipe), read_values(base, recipe)
+    values = read_values(settings, recipe)
+    file = read_values(base, recipe, model=values.get("model"))
     if path is not None:
-        file = read_file(paths.from_working_directory(path), recipe)
+        file = read_file(paths.from_working_directory(path), recipe, model=values.get("model"))
     request = make_request(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )

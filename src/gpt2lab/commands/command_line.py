@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.commands import help_page
@@ -189,7 +190,9 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     if actions.preset in PRESETS:
         raise ConfigError(f"--preset {actions.preset}: here it is --model {actions.preset}")
     path = actions.config
-    file = read_file(paths.from_working_directory(path), recipe) if path else {}
+    file: dict[str, Any] = {}
+    if path is not None:
+        file = read_file(paths.from_working_directory(path), recipe, model=values.get("model"))
     chosen = values.keys() | file.keys()
     left_open = {"mini_batch_size"} if finds_mini_batch else set()
     if actions.preset is not None and "mini_batch_size" not in chosen:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.other_programs import answer, answer_value
-from gpt2lab.config.presets import preset
+from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.request import FOLLOWS, RunRequest, chosen_in, with_full_paths
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, as_recorded, override, to_flat, wrong_types
@@ -56,7 +56,7 @@ def make_request(
         optimizer=given.get("optimizer"),
     )
     for values in (file, typed):
-        config = _on_preset(values, config)
+        config = _on_preset(values, config, kept=file)
     allowed = {name.strip().lstrip("-") for name in (allow_change or "").split(",")} - {""}
     if allowed & set(LENGTHS):
         allowed |= set(LENGTHS)
@@ -70,9 +70,15 @@ def make_request(
     )
 
 
-def _on_preset(values: Mapping[str, Any], base: Config) -> Config:
-    """Return `base` with given settings; another preset than that of `base` counts as giving each of its settings."""
+def _on_preset(values: Mapping[str, Any], base: Config, kept: Collection[str]) -> Config:
+    """Return `base` with given settings; another preset than that of `base` counts as giving each of its settings.
+
+    What only the other preset had is at its default again, unless it is `kept`.
+    """
     if "model" in values and values["model"] != base.model.model:
+        left = PRESETS[base.model.model].keys() - PRESETS[values["model"]].keys() - set(kept)
+        plain = to_flat(Config())
+        base = override(base, {name: plain[name] for name in left})
         base = preset(values["model"], base, optimizer=values.get("optimizer"))
     if any(values.get(name) is not None for name in LENGTHS):  # one setting in three units
         values = dict.fromkeys(LENGTHS) | dict(values)
@@ -88,11 +94,12 @@ def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping
     return {name: value for name, value in file.items() if name not in dropped}
 
 
-def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
+def read_file(path: Path, recipe: RecipeName, *, model: str | None = None) -> dict[str, Any]:
     """Return {setting: value} of a settings file, for a start of that recipe; paths are relative to the working
     directory, as typed ones are.
 
-    A run's own config.json, in the run's folder, does not give its name to another run.
+    A run's own config.json, in the run's folder, does not give its name to another run, nor, to another `model`, what
+    follows from its own.
 
     Raises: ConfigError naming the file, and every line that cannot be used.
     """
@@ -102,22 +109,30 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
-    return _of_recipe(as_recorded(_without_what_follows(values)), recipe, where=f"{path}: ")
+    return _of_recipe(as_recorded(_without_what_follows(values, model)), recipe, where=f"{path}: ")
 
 
-def read_values(values: dict[str, Any], recipe: RecipeName = "pretrain") -> dict[str, Any]:
+def read_values(
+    values: dict[str, Any], recipe: RecipeName = "pretrain", *, model: str | None = None
+) -> dict[str, Any]:
     """Return settings that a program gives for a start of that recipe, as `read_file` does those of a file.
 
     Raises: ConfigError naming every one that cannot be used.
     """
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     raise_problems(_problems(plain).values())
-    return _of_recipe(as_recorded(_without_what_follows(plain)), recipe)
+    return _of_recipe(as_recorded(_without_what_follows(plain, model)), recipe)
 
 
-def _without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file without its record, and without unchosen values that follow from peak or length."""
-    dropped = (FOLLOWS - chosen_in(values)) | {"chosen"}
+def _without_what_follows(values: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """Return the settings of a file without its record, and without unchosen values that follow from peak or length.
+
+    Nor, for another model, with those that follow from the file's own.
+    """
+    follows, own = FOLLOWS, values.get("model", Config().model.model)
+    if model not in (None, own):
+        follows |= PRESETS[own].keys()
+    dropped = (follows - chosen_in(values)) | {"chosen"}
     return {name: value for name, value in values.items() if name not in dropped}
 
 

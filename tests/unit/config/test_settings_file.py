@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import override, to_flat
+from gpt2lab.config.settings import override, record, to_flat
 from gpt2lab.config.settings_file import make_request
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
@@ -35,6 +36,12 @@ def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path, monkey
     assert (flat["n_layer"], flat["max_lr"]) == (6, 0.5)
     typed = fresh(file, "--model=gpt2-mini")  # another preset counts as typing each of its settings
     assert (typed["n_layer"], typed["max_lr"]) == (6, 1e-3)
+    # What only the other preset had is gone, from a run's settings and from a file by hand.
+    modern = override(preset("modern-micro"), {"log_freq": 7, "checkpoint_dir": tmp_path})
+    values = record(modern, ["model", "norm", "log_freq", "checkpoint_dir"])
+    flat = fresh("--model=gpt2", "--norm=rmsnorm", "--log_freq=7", f"--checkpoint_dir={tmp_path}")
+    for content in (values, {name: values[name] for name in values["chosen"]}):
+        assert fresh(write(tmp_path, json.dumps(content), "a.json"), "--model=gpt2") == flat
     # Its paths are at the working directory.
     (tmp_path / "settings").mkdir()
     file = write(tmp_path / "settings", 'data_dir = ["a:1", "b:2"]\ncheckpoint_dir = "runs"\n')
