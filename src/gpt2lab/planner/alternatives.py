@@ -189,7 +189,7 @@ def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str
         return where_it_fits(found, predictor.hardware)
     what = "not even one step fits"
     if fewer := _longest(predictor, found, window):
-        what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
+        what = f"--tokens {fewer.job.tokens} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
     return [
         f"fewer tokens     {what}",
         "other choices    --compare gpus, models or profiles: each with its time in this window",

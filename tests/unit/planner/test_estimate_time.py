@@ -96,6 +96,13 @@ def test_the_milestones_of_a_short_run_are_its_steps(capsys):
     assert [one["step"] for one in found] == [1, 2]
 
 
+def test_the_length_that_is_said_to_fit_a_window_fits_it(capsys):
+    window = ["--gpu=RTX-4090", "--deadline=9h", "--tokens"]
+    assert estimate_time.main([*window, "100B"]) == 3
+    length = re.search(r"--tokens (\S+)", capsys.readouterr().out)
+    assert estimate_time.main([*window, length[1]]) == 0
+
+
 REFUSALS = {
     2: [
         *("--tokens=-5", "--tokens=many", "--tokens=1e30", "--n_layer=99999999999", "--n_layer=0"),
