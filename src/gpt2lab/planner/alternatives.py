@@ -12,7 +12,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
-from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
+from gpt2lab.planner.estimate import Estimate, Window, device_memory, longest_that_fits, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
@@ -179,8 +179,8 @@ def fit_memory(predictor: Predictor, job: Job) -> Estimate:
 
 
 def _longest(predictor: Predictor, found: Estimate, window: Window) -> Estimate | None:
-    steps = steps_that_fit(found.job, window, predictor.predict)
-    return predictor.predict(found.job.with_steps(steps)) if steps else None
+    job = longest_that_fits(found.job, window, predictor.predict)
+    return predictor.predict(job) if job else None
 
 
 def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str]:
@@ -189,7 +189,9 @@ def what_fits(predictor: Predictor, found: Estimate, window: Window) -> list[str
         return where_it_fits(found, predictor.hardware)
     what = "not even one step fits"
     if fewer := _longest(predictor, found, window):
-        what = f"--tokens {fewer.job.tokens} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
+        what = (
+            f"--tokens {fewer.job.tokens} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
+        )
     return [
         f"fewer tokens     {what}",
         "other choices    --compare gpus, models or profiles: each with its time in this window",

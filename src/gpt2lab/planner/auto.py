@@ -28,11 +28,11 @@ from gpt2lab.planner.estimate import (
     Window,
     device_memory,
     estimate,
-    steps_that_fit,
+    longest_that_fits,
 )
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import DetectedHardware, detect_hardware, named, total_memory
+from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named, total_memory
 from gpt2lab.planner.memory import Dtype
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
@@ -186,22 +186,26 @@ def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) 
     hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
-    known = hardware.load()
-    on = calibration.this_machine(detected, known, calibration.read(checkpoint_dir), job)
-    if on.rates.source == "cpu-matmul":
-        raise ConfigError(
-            "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed it; "
-            f"first run gpt2lab estimate --measure --model {job.config.model.model}"
-        )
-    steps = steps_that_fit(
-        job,
-        Window(3600 * hours, _MARGIN * 3600 * hours),
-        lambda other: estimate(other, on, known),
-        at_most=job.max_steps,
-    )
-    if steps < 1:
+    known, records = hardware.load(), calibration.read(checkpoint_dir)
+    machines: dict[bool, Machine] = {}
+
+    def predict(other: Job) -> Estimate:
+        if other.compiled not in machines:
+            on = calibration.this_machine(detected, known, records, other)
+            if on.rates.source == "cpu-matmul":
+                how = "" if other.compiled else " --compile off"
+                raise ConfigError(
+                    "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed "
+                    f"it; first run gpt2lab estimate --measure --model {job.config.model.model}{how}"
+                )
+            machines[other.compiled] = on
+        return estimate(other, machines[other.compiled], known)
+
+    window = Window(3600 * hours, _MARGIN * 3600 * hours)
+    found = longest_that_fits(job, window, predict, at_most=job.max_steps)
+    if found is None:
         raise ConfigError(f"--max_hours {hours:g} is too short for a single step of this run")
-    return steps
+    return found.max_steps
 
 
 FIRST_RUN_SECONDS = 1800.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import datetime
 import functools
 import math
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2lab import fmt
-from gpt2lab.config.derived import saves_in_background
+from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS, compiles, saves_in_background
 from gpt2lab.files import read_regular
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
@@ -371,3 +372,15 @@ def steps_that_fit(
         True,
         key=lambda steps: predict(job.with_steps(steps)).seconds.high > window.budget,
     )
+
+
+def longest_that_fits(
+    job: Job, window: Window, predict: Callable[[Job], Estimate], *, at_most: int = 10**9
+) -> Job | None:
+    """Return the job at the largest length that fits, None if not even a step does; few steps of a CPU uncompiled."""
+    steps = steps_that_fit(job, window, predict, at_most=at_most)
+    on_gpu = not predict(job).machine.is_cpu
+    if job.compiled and not compiles(job.config.system, on_gpu=on_gpu, max_steps=steps):
+        plain, at_most = dataclasses.replace(job, compiled=False), CPU_COMPILE_FROM_STEPS - 1
+        return longest_that_fits(plain, window, predict, at_most=at_most)
+    return job.with_steps(steps) if steps else None

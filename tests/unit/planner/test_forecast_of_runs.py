@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 import launch
+from forecasting import record
 from gpt2lab.config.presets import preset
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.config.settings import LEAVES, override, to_flat
+from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planner import calibration, measuring
-from gpt2lab.planner.auto import TrainingPlanner
+from gpt2lab.planner.auto import TrainingPlanner, steps_in_window
 from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import DetectedHardware
 from gpt2lab.runs import history
 from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
@@ -221,6 +224,20 @@ def small_job(model: ModelName = "gpt2-nano", *, ranks: int = 1, **settings: Any
     values |= {"data_dir": ("/nonexistent",), "device": "cpu"}
     config = override(preset(model), values | settings)
     return Job(config, max_steps=9, world_size=ranks, dtype="fp32", compiled=False)
+
+
+def test_few_steps_that_fit_are_planned_as_the_cpu_takes_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    job = dataclasses.replace(small_job(max_hours=0.06), max_steps=10**6, compiled=True)
+    here = {"device": processor.cpu_name(), "threads": 2, "step_seconds": 9.0}
+    records = [record(**here, compile=True, ratios={"compile": 99.0})]
+    monkeypatch.setattr(calibration, "read", lambda _: records)
+    with pytest.raises(ConfigError, match="estimate --measure --model gpt2-nano --compile off"):
+        steps_in_window(job, DetectedHardware(()), tmp_path)
+    records.append(record(**here))
+    found = steps_in_window(job, DetectedHardware(()), tmp_path)
+    plain = dataclasses.replace(job, compiled=False, max_steps=199)
+    assert found == steps_in_window(plain, DetectedHardware(()), tmp_path) < 199
 
 
 def test_a_forecast_counts_the_evaluation_of_the_mean_of_the_last_weights():
