@@ -28,6 +28,7 @@ from gpt2lab.model.counts import (
 )
 from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
+from gpt2lab.tokenizers.gpt2 import GPT2
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,9 @@ class Job:
 
     @property
     def is_gpt2(self) -> bool:
-        """Tell whether it trains GPT-2 as published: blocks without options, AdamW."""
-        return not options_of(self.config.model) and not self.config.optim.has_muon
+        """Tell whether it trains GPT-2 as published: blocks without options, AdamW, its ids."""
+        is_plain = not options_of(self.config.model) and not self.config.optim.has_muon
+        return is_plain and self.config.model.id_limit == GPT2.size
 
     @property
     def tokens(self) -> int:

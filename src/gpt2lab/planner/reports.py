@@ -16,6 +16,7 @@ from gpt2lab.planner.communication import OVERLAP, step_bytes, wire_share
 from gpt2lab.planner.estimate import EVENTS, LAW, LOSS_FORMULA, Estimate, Window, loss_of, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.timing import KINDS, MUON_ROUNDS, muon_flops
+from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.training.progress import Z80, Interval
 
 GIB = 2**30
@@ -169,6 +170,8 @@ def _loss(estimate: Estimate) -> list[str]:
     if estimate.ladder is not None and estimate.loss is not None:
         own, note = estimate.loss, f"{estimate.ladder.note(job)}; {ratio}"
         return [_row("loss", f"{own.value:.3f}", f"{own.low:.3f} ... {own.high:.3f}", note)]
+    if job.config.model.id_limit != GPT2.size:
+        return [_row("loss", "n/a", "", f"the law holds for GPT-2's {GPT2.size:,} ids; {ratio}")]
     if not job.is_gpt2:
         said = "" if loss is None else f"; for that it predicts {loss.low:.2f} ... {loss.high:.2f}"
         return [_row("loss", "n/a", "", f"the law holds for GPT-2 with AdamW{said}; {ratio}")]
