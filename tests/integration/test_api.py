@@ -126,6 +126,8 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
         (lambda: gpt2lab.train(lora_r=4), "--lora_r is for fine-tuning, gpt2lab finetune"),
         (lambda: gpt2lab.train({"instructions": "demo", "data_dir": "x"}), "--data_dir is for pre"),
         (lambda: gpt2lab.train(instructions="demo", max_source_epochs="1"), "--max_source_epochs"),
+        (lambda: gpt2lab.train(allow_change="max_lr"), "--allow_change goes with --resume"),
+        (lambda: gpt2lab.train(resume="auto", allow_change="max_lt"), "max_lt: no such setting"),
         (lambda: gpt2lab.prepare("x", val_token=1), "prepare takes no val_token: did you mean"),
         (lambda: gpt2lab.estimate(gpuz=2), "estimate takes no gpuz: did you mean gpu"),
         (lambda: gpt2lab.estimate(model="gpt3"), "model 'gpt3' is not gpt2 or "),

@@ -205,13 +205,14 @@ def train(
             "train works in the main thread only, which hears of Ctrl+C; elsewhere start `gpt2lab train` as a process"
         )
     from gpt2lab.commands.branch import as_branch
-    from gpt2lab.commands.command_line import Actions
+    from gpt2lab.commands.command_line import Actions, check_allowed
     from gpt2lab.commands.train import recipe_named, run
     from gpt2lab.planner.auto import TrainingPlanner
 
     how = {"resume": resume, "allow_change": allow_change}
     how |= {"branch_from": branch_from, "cooldown": cooldown}
     _check_flags(Actions, how, "train")
+    check_allowed(allow_change, resumes=bool(resume or branch_from))
     base, path = (config, None) if isinstance(config, dict) else ({}, _path(config))
     tunes = {**base, **settings}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"

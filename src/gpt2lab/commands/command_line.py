@@ -244,7 +244,7 @@ def _reject_idle_actions(actions: Actions) -> None:
     """Reject a verb that would be ignored: whoever typed it expected something."""
     imports, saves = actions.import_checkpoint is not None, actions.save_config is not None
     resumes = actions.resume is not None or actions.branch_from is not None
-    allowed, gpus, minutes = actions.allow_change, actions.gpus, actions.pg_timeout_minutes
+    gpus, minutes = actions.gpus, actions.pg_timeout_minutes
     answers = [actions.list_checkpoints, actions.dry_run, actions.preflight]
     many = sum([*answers, imports, saves]) > 1
     idle = gpus is not None and (actions.list_checkpoints or imports or saves)
@@ -265,13 +265,21 @@ def _reject_idle_actions(actions: Actions) -> None:
         "(or --max_steps N --allow_change max_steps)": actions.fit_schedule and resumes,
         f"pg_timeout_minutes {minutes:g} must be above 0": not minutes > 0,
         "--verify goes with --list_checkpoints": actions.verify and not actions.list_checkpoints,
-        "--allow_change goes with --resume: a fresh run has nothing to change": allowed is not None
-        and not resumes,
     }
     for message, is_wrong in mistakes.items():
         if is_wrong:
             raise ConfigError(message)
-    for word in () if allowed is None else allowed.split(","):
+    check_allowed(actions.allow_change, resumes=resumes)
+
+
+def check_allowed(names: str | None, *, resumes: bool) -> None:
+    """Check the value of --allow_change.
+
+    Raises: ConfigError.
+    """
+    if names is not None and not resumes:
+        raise ConfigError("--allow_change goes with --resume: a fresh run has nothing to change")
+    for word in () if names is None else names.split(","):
         if (name := word.strip().lstrip("-")) not in LEAVES and name != "data":
             raise ConfigError(f"--allow_change {name}: no such setting; see --help, or `data`")
 
