@@ -171,7 +171,9 @@ def load(user: Path | None = None) -> Hardware:
     path = user or user_file()
     if path.exists():
         try:
-            _merge(document, parse_json(path.read_text()))
+            more = parse_json(path.read_text())
+            _reject_unknown(more, document)
+            _merge(document, more)
             return _parse(document)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -190,6 +192,20 @@ def peak_flops(device_name: str) -> float | None:
 def day_of(date: str) -> datetime.date:
     """Return the day of `2026-11-26`, or the first one of `2026-11` or `2026`."""
     return datetime.date(*([*map(int, date.split("-")), 1, 1])[:3])
+
+
+def _reject_unknown(more: dict[str, Any], shipped: dict[str, Any]) -> None:
+    def check(where: str, given: dict[str, Any], known: Collection[str]) -> None:
+        for name in sorted(given.keys() - set(known)):
+            hint = fmt.did_you_mean(name, known, f"known are {', '.join(known)}")
+            raise ValueError(f"unknown {where}{name}: {hint}")
+
+    check("", more, shipped)
+    check("constants ", more.get("constants", {}), shipped["constants"])
+    for part in ("gpus", "links", "profiles", "sources"):
+        keys = {key: None for entry in shipped[part].values() for key in entry}
+        for name, entry in more.get(part, {}).items():
+            check(f"{part} {name} ", entry, keys)
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:

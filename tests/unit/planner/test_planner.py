@@ -349,10 +349,13 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path):
         {"profiles": {"balanced": {"memory_target": "high"}}},
         {"constants": {"launch_seconds": [float("nan"), "measured"]}},
         mine | {"sources": {"me": {"title": "my bill", "date": "June"}}},
+        *({"gpuz": {}}, {"gpus": {"H100": {"memory_gibz": [80, "mamf"]}}}),
+        {"constants": {"start_secondz": [1, "own-guess"]}},
     ):
         own.write_text(json.dumps(wrong))
         hardware.load.cache_clear()
-        with pytest.raises(ConfigError, match=r"own\.json"):
+        hint = "did you mean" if 'z"' in own.read_text() else ""
+        with pytest.raises(ConfigError, match=rf"own\.json: not readable as hardware .*{hint}"):
             hardware.load(own)
 
 
