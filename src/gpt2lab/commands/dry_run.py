@@ -108,7 +108,10 @@ def _rows(start: Start, need: MemoryNeed, found: Estimate | None) -> Iterator[tu
     if start.checkpoint:
         step = start.checkpoint.step
         of = f" of {start.branch['run']}, as a branch" if start.branch else ""
-        yield "resumes from", f"step {step}{of} ({plan.max_steps - step} to go)"
+        left = f"{plan.max_steps - step} to go"
+        if start.is_complete:
+            left = f"already complete at step {plan.max_steps}: nothing to do"
+        yield "resumes from", f"step {step}{of} ({left})"
     if newer := _newer(start):
         yield "sets aside", f"{', '.join(newer)}: newer than the step to resume from"
     for name, (before, now) in start.changes.items():

@@ -58,6 +58,9 @@ def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
     flags = [*run.flags, "--max_steps=40", "--dry_run"]
     dry_run.print_plan(parse([*flags, "--resume=latest"]))
     assert "to be kept" not in capsys.readouterr().out, "5 of the 13 are there"
+    shorter = ["--resume=latest", "--max_steps=8", "--allow_change=max_steps"]
+    dry_run.print_plan(parse([*run.flags, *shorter]))
+    assert "step 10 (already complete at step 8: nothing to do)" in capsys.readouterr().out
     dry_run.print_plan(parse([*flags, "--run_name=other"]))
     assert "to be kept" in capsys.readouterr().out
 
