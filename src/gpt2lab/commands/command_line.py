@@ -100,6 +100,7 @@ class _Flags:
 
 
 _AUTO = "auto"  # of --mini_batch_size: the setting itself is always a number
+_FILES = ("config", "save_config")
 _PRETRAINING = frozenset({"import_checkpoint", "trust", "fit_schedule"})
 _SIZES = ("n_layer", "n_head", "n_embd", "context_length")
 # Of the help of each recipe: its head, and the flags of its short page.
@@ -220,7 +221,7 @@ def action_words(words: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             name, value = name_of(word), word.partition("=")[2] or after
             is_auto = (name, value) == ("mini_batch_size", _AUTO)
-            keeps = is_auto or (name in Actions.__dataclass_fields__ and name != "config")
+            keeps = is_auto or (name in Actions.__dataclass_fields__ and name not in _FILES)
         kept += [word] if keeps else []
     return kept
 

@@ -13,7 +13,7 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
-    from gpt2lab.commands.command_line import Actions
+    from gpt2lab.commands.command_line import Actions, TrainArguments
     from gpt2lab.config.request import RunRequest
     from gpt2lab.planner.auto import TrainingPlanner
     from gpt2lab.training.extension import Extension
@@ -39,7 +39,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
         return List(place.run_name, actions.verify, checkpoint_dir=where, json=form).execute()
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
-        return _save_config(request, recipe, actions.save_config)
+        return _save_config(arguments, recipe, argv)
     if place.checkpoint_mirror is not None:  # rejects a wrong URL
         from gpt2lab.mirror.storage import connect
 
@@ -159,20 +159,27 @@ def finetune(argv: list[str]) -> int:
     return main(argv, "finetune")
 
 
-def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
+def _save_config(arguments: TrainArguments, recipe: Recipe, argv: list[str]) -> int:
+    from gpt2lab.commands.command_line import action_words
     from gpt2lab.config.presets import for_length
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings
 
+    actions, request = arguments.actions, arguments.request
+    assert actions.save_config is not None
     config, _ = fresh_settings(request, recipe)
     raise_problems(find_problems(config))
-    path = paths.from_working_directory(out)
+    path = paths.from_working_directory(actions.save_config)
     if os.environ.get("RANK", "0") == "0":
         suited = for_length(config.model.model, config.optim.optimizer, 1.0)
-        write_file(path, config, leave_out=(_OF_THE_PLACE | suited.keys()) - request.chosen)
+        left = _OF_THE_PLACE | suited.keys() | request.open_settings
+        if actions.preset is not None:
+            left |= {"activation_checkpointing"}
+        write_file(path, config, leave_out=left - request.chosen)
         verb = "finetune" if request.recipe == "finetune" else "train"
         words = [*paths.command_words(verb), "--config", paths.display_path(path)]
+        words += action_words(argv)
         print(
             f"wrote {paths.display_path(path)}; nothing was trained. "
             f"Train with: {fmt.command_line(words)}"

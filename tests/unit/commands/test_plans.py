@@ -67,14 +67,24 @@ def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["a.toml", "a.json"])
 def test_a_saved_command_line_means_the_same(name, tmp_path):
-    argv = ["--model=modern-nano", "--max_steps=7", '--sample_prompt=«"\\\n', "--min_lr=1e-05"]
+    argv = [
+        "--model=modern-nano",
+        "--mini-batch-size",
+        "auto",
+        "--max_steps=7",
+        '--sample_prompt=«"\\\n',
+        "--min_lr=1e-05",
+    ]
     done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")
-    assert done.stdout.endswith(f"src/train.py --config {name}\n")
+    command = f"src/train.py --config {name} --mini-batch-size auto"
+    assert done.stdout.endswith(f"{command}\n")
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert parse([f"--config={tmp_path / name}"]).config == parse(argv).config
-    assert "checkpoint_dir" not in (tmp_path / name).read_text(), "of this place alone"
+    text = (tmp_path / name).read_text()
+    assert "checkpoint_dir" not in text, "of this place alone"
+    assert "mini_batch_size" not in text, "left open"
     again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
