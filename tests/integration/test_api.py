@@ -124,7 +124,7 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
         (lambda: gpt2lab.train(n_layer="two"), "n_layer 'two' is not a whole number"),
         (lambda: gpt2lab.train(max_lr=float("nan")), "max_lr nan is not a number"),
         (lambda: gpt2lab.train(lora_r=4), "--lora_r is for fine-tuning, gpt2lab finetune"),
-        (lambda: gpt2lab.train({"instructions": "demo", "data_dir": "x"}), "--data_dir is for pre"),
+        (lambda: gpt2lab.train({"data_dir": "x"}, instructions="demo"), "--data_dir is for pretra"),
         (lambda: gpt2lab.train(instructions="demo", max_source_epochs="1"), "--max_source_epochs"),
         (lambda: gpt2lab.train(allow_change="max_lr"), "--allow_change goes with --resume"),
         (lambda: gpt2lab.train(resume="auto", allow_change="max_lt"), "max_lt: no such setting"),

@@ -83,10 +83,7 @@ def test_missing_or_misspelt_data_and_sources_are_answered_with_the_right_ones(p
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 has_lm_eval = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not has_lm_eval, reason="lm-eval is not installed")
-_TELLS_OF_TORCH = """
-import atexit, sys
-atexit.register(lambda: print("torch" in sys.modules))
-"""
+_TELLS_OF_TORCH = 'import atexit, sys; atexit.register(lambda: print("torch" in sys.modules))'
 
 
 @pytest.mark.parametrize(
@@ -183,7 +180,7 @@ def test_a_deleted_working_directory_is_an_error_before_anything_else(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_of_a_files_size_is_named_and_a_temporary_folder_that_is_missing(flags, place):
+def test_a_limit_of_a_files_size_is_named_and_a_folder_that_is_missing(flags, place):
     def limited(blocks: int, *words: object) -> launch.Done:
         script = f"ulimit -f {blocks}; exec {shlex.join(map(str, words))}"
         done = subprocess.run(["bash", "-c", script], **launch.TO_ITS_END)
@@ -195,12 +192,8 @@ def test_a_limit_of_a_files_size_is_named_and_a_temporary_folder_that_is_missing
     said = rejected(limited(0, *launch.words_of("evaluate"), place / "runs" / "tiny"))
     assert said.startswith("error: No usable temporary directory found in ['/tmp', ")
     assert said.endswith("]; set TMPDIR to a folder that can be written")
-
-
-def test_a_plot_without_a_folder_for_its_library_names_the_variable(place):
     words = [*launch.words_of("plot"), place / "runs" / "tiny"]
-    script = f"ulimit -f 0; HOME=/dev/null exec {shlex.join(map(str, words))}"
-    done = subprocess.run(["bash", "-c", script], **launch.TO_ITS_END)
+    done = limited(0, "env", "HOME=/dev/null", *words)
     said = done.stderr.splitlines()[-1]  # the library has its say before
     assert (done.returncode, said[:14]) == (2, "error: plots: ")
     assert "MPLCONFIGDIR" in said
@@ -274,20 +267,18 @@ def test_the_hubs_libraries_are_offline_while_it_is_out_of_reach(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "asked"),
+    ("name", "value", "port"),
     [
-        ("https_proxy", "http://proxy.example:3128", [("proxy.example", 3128)]),
-        ("https_proxy", "proxy.example:3128", [("proxy.example", 3128)]),
-        ("ALL_PROXY", "http://proxy.example", [("proxy.example", 80)]),
-        ("ALL_PROXY", "socks5://proxy.example", [("proxy.example", 1080)]),
-        ("HF_HUB_OFFLINE", "1", []),
+        *(("https_proxy", f"{begin}proxy.example:3128", 3128) for begin in ("http://", "")),
+        *(("ALL_PROXY", "http://proxy.example", 80), ("HF_HUB_OFFLINE", "1", None)),
+        ("ALL_PROXY", "socks5://proxy.example", 1080),
     ],
 )
-def test_a_proxy_is_asked_in_place_of_the_hub_and_nobody_offline(monkeypatch, name, value, asked):
+def test_a_proxy_is_asked_in_place_of_the_hub_and_nobody_offline(monkeypatch, name, value, port):
     network = Network(monkeypatch)
     monkeypatch.setenv(name, value)
-    assert hub.is_offline() is not bool(asked)
-    assert network.asked == asked
+    assert hub.is_offline() is not bool(port)
+    assert network.asked == ([("proxy.example", port)] if port else [])
 
 
 def test_addresses_that_hang_share_one_deadline(monkeypatch):

@@ -68,11 +68,8 @@ print(json.dumps([found, sorted({"torch", "huggingface_hub"} & sys.modules.keys(
 @pytest.mark.parametrize(
     ("name", "candidates"),
     [
-        ("aplha", ["alpha"]),
-        ("beat", ["beta_"]),
-        ("bet", ["beta_1", "beta_10"]),
-        ("nosuch", ["alpha", "beta_1", "beta_10"]),
-        ("beta_1/step_9", ["step_00000004"]),
+        *(("aplha", ["alpha"]), ("beat", ["beta_"]), ("bet", ["beta_1", "beta_10"])),
+        *(("nosuch", ["alpha", "beta_1", "beta_10"]), ("beta_1/step_9", ["step_00000004"])),
     ],
 )
 def test_every_verb_refuses_a_wrong_name_with_the_candidates_before_torch(folder, name, candidates):

@@ -39,9 +39,7 @@ def test_a_retention_plan_that_does_not_fit_is_told_also_by_a_dry_run(run, monke
         (["--max_steps=4", "--n_embd=768", "--n_layer=1", "--vocab_size=1280"], []),
     ],
 )
-def test_a_dry_run_forecasts_time_and_warns_of_epochs_and_disk(
-    run, monkeypatch, capsys, flags, fixes
-):
+def test_a_dry_run_tells_time_and_warns_of_epochs_and_disk(run, monkeypatch, capsys, flags, fixes):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 20 * 10**9))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     dry_run.print_plan(parse([*run.flags, *flags]), planner=TrainingPlanner(), as_json=True)
@@ -67,14 +65,8 @@ def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["a.toml", "a.json"])
 def test_a_saved_command_line_means_the_same(name, tmp_path):
-    argv = [
-        "--model=modern-nano",
-        "--mini-batch-size",
-        "auto",
-        "--max_steps=7",
-        '--sample_prompt=«"\\\n',
-        "--min_lr=1e-05",
-    ]
+    argv = ["--model=modern-nano", '--sample_prompt=«"\\\n', "--max_steps=7", "--min_lr=1e-05"]
+    argv += ["--mini-batch-size", "auto"]
     done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {name}; nothing was trained. Train with: ")

@@ -160,13 +160,9 @@ def test_shellcheck_finds_nothing_in_our_scripts(found, tmp_path):
     assert "SC2086" in shellcheck(bad)
 
 
-def test_a_word_that_needs_no_quotes_gets_none():
-    words = ["python", "src/train.py", "--run_name=r"]
-    assert fmt.command_line(words) == "python src/train.py --run_name=r"
-    assert fmt.command_line(["a b", "a\nb'"]) == r"'a b' $'a\x0ab\''"
-
-
-def test_the_printed_command_continues_the_run(run_dir):
+def test_the_printed_command_continues_the_run_and_quotes_only_what_needs_it(run_dir):
+    words = ["python", "src/train.py", "--run_name=r", "a b", "a\nb'"]
+    assert fmt.command_line(words) == r"python src/train.py --run_name=r 'a b' $'a\x0ab\''"
     more = ["--max_steps", "14", "--allow_change", "max_steps"]
     by_name = ["r", "--checkpoint_dir", run_dir.parent]
     code, command, notes = call("runs resume-command", *by_name, *more)

@@ -39,10 +39,8 @@ def runs(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (TRAIN, ["--list_checkpoints"]),
-        (TRAIN, ["--list_checkpoints", "--verify"]),
-        (TRAIN, ["--resume=latest"]),
-        (TRAIN, [f"--run_name={EVIL}", "--resume=latest"]),
+        *((TRAIN, ["--list_checkpoints"]), (TRAIN, ["--list_checkpoints", "--verify"])),
+        *((TRAIN, ["--resume=latest"]), (TRAIN, [f"--run_name={EVIL}", "--resume=latest"])),
         *((TRAIN, [f"--{EVIL}"]), ("status", []), ("runs resume-command", [EVIL])),
         *(("runs resume-command", ["nowhere" + EVIL]), ("report", [EVIL])),
     ],

@@ -100,9 +100,7 @@ def test_no_checkpoint_rests_on_a_damaged_shard(prepared, tmp_path, flags):
     assert not list((tmp_path / "runs" / "tiny").glob("step_*"))
 
 
-def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
-    prepared, tmp_path, flags, monkeypatch
-):
+def test_a_stop_awaits_no_hash_and_its_checkpoint_says_so(prepared, tmp_path, flags, monkeypatch):
     [train] = (path.name for path in prepared.glob("*_train_*"))
     run_dir = tmp_path / "runs" / "tiny"
     verify = Verifier._verify
@@ -160,9 +158,7 @@ def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(tm
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_shard_that_vanishes_is_named_and_a_verifier_that_fails_is_heard(
-    tmp_path, monkeypatch, fails
-):
+def test_a_vanished_shard_is_named_and_a_failing_verifier_is_heard(tmp_path, monkeypatch, fails):
     (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
     shard.path.unlink()
     expected, said = DataError, rf"{shard.path.name}: cannot be read \(No such file"

@@ -23,13 +23,9 @@ from tiny import VOCAB, write_shards
 T = 16
 MANY = 2_000_000
 WEIGHTS = {
-    "the issue's": (0.7, 0.25, 0.05),
-    "two": (0.9, 0.1),
-    "equal": (1, 1, 1),
-    "one large, many small": (0.5, *[0.02] * 25),
-    "four falls": (8, 4, 2, 1),
-    "as small as may be": (PATTERN - 1, 1),
-    "one alone": (0, 3, 0),
+    **{"the issue's": (0.7, 0.25, 0.05), "two": (0.9, 0.1), "equal": (1, 1, 1)},
+    **{"one large, many small": (0.5, *[0.02] * 25), "four falls": (8, 4, 2, 1)},
+    **{"as small as may be": (PATTERN - 1, 1), "one alone": (0, 3, 0)},
 }
 SIZES = ((1003, 777, 1290), (400,), (900, 250))  # tokens of the training shards of three sources
 

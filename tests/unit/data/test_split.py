@@ -39,19 +39,21 @@ def test_the_size_of_a_text_is_estimated_also_where_a_file_is_empty_or_a_line_lo
         assert source.text_bytes() == pytest.approx(4 * 1_500_000, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "guess"), [("a.csv", None), ("a.csv.gz", None), ("a.csv", 20.0)])
-def test_a_twentieth_is_held_out_of_a_small_column_or_where_the_guess_is_wrong(
-    name, guess, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl.gz", "guessed.csv"])
+def test_a_twentieth_of_the_text_is_held_out_of_a_small_column(name, tmp_path, monkeypatch):
+    """Not of the bytes that a compression left, nor where the guess of the text was wrong."""
     file = io.StringIO(newline="")
-    csv.writer(file).writerows([("note", "text"), *(("n" * 1_000, text) for text in MANY)])
-    content = file.getvalue().encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    source = open_source(str(tmp_path / name), text_column="text")
-    size = sum(len(text.encode()) for text in MANY)
-    assert source.text_bytes() == pytest.approx(size, rel=0.03)
-    if guess:
-        monkeypatch.setattr(sources, "text_per_byte", lambda *_: guess)
+    rows = [{"note": "n" * 1_000, "text": text} for text in MANY]
+    csv.writer(file).writerows([rows[0], *(row.values() for row in rows)])
+    content = file.getvalue()
+    if "jsonl" in name:
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+    raw = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    size = open_source(str(tmp_path / name), text_column="text").text_bytes()
+    assert size == pytest.approx(sum(len(text.encode()) for text in MANY), rel=0.03)
+    if name == "guessed.csv":
+        monkeypatch.setattr(sources, "text_per_byte", lambda *_: 20.0)
     result = run_prepare(tmp_path / name, tmp_path / "out")
     assert 0.02 < result.total("tokens", "val") / result.total("tokens") < 0.1
 
@@ -139,19 +141,19 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     assert result.total("documents") == 2999
 
 
-def test_a_csv_with_two_columns_of_text_is_an_error(tmp_path):
-    """Which one is meant would be a guess."""
-    (tmp_path / "corpus.csv").write_text("text,id,text\nan old text,1,a new text\n" * 40)
-    with pytest.raises(DataError, match=r"corpus.csv: two columns text; rename one of them"):
-        run_prepare(tmp_path / "corpus.csv", tmp_path / "out")
-
-
-@pytest.mark.parametrize("row", ['"a quote that nothing ends,2', '"he said "no" again",2'])
-def test_a_csv_of_stray_quotes_is_an_error(row, tmp_path):
-    """Read leniently, the first swallows all rows below it, and the second loses one quote of four."""
-    lines = ["text,id", *(f"text number {i},{i}" for i in range(40)), row, "the last,3", ""]
+@pytest.mark.parametrize(
+    ("head", "row", "says"),
+    [
+        ("text,id,text", "an old text,1,a new text", "two columns text; rename one of them"),
+        ("text,id", '"a quote that nothing ends,2', r"not readable after row 41 \("),
+        ("text,id", '"he said "no" again",2', r"not readable after row 41 \("),
+    ],
+)
+def test_a_csv_that_could_be_read_in_two_ways_is_an_error(head, row, says, tmp_path):
+    """Read leniently, the first quote swallows all rows below it, and the second loses one of four."""
+    lines = [head, *(f"text number {i},{i}" for i in range(40)), row, "the last,3", ""]
     (tmp_path / "corpus.csv").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"corpus.csv: not readable after row 41 \("):
+    with pytest.raises(DataError, match=rf"corpus.csv: {says}"):
         run_prepare(tmp_path / "corpus.csv", tmp_path / "out")
 
 

@@ -239,9 +239,7 @@ def test_data_that_changed_or_are_gone_are_named(folder: Path, tmp_path: Path) -
     assert kept.sources[0].windows == 200
 
 
-def test_losses_of_weights_that_the_run_left_are_not_taken_and_what_keeps_none_says_so(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_losses_of_weights_that_the_run_left_are_not_taken_and_none_kept_is_said(folder, tmp_path):
     run = tmp_path / "both"
     shutil.copytree(folder / "runs" / "both", run, ignore=shutil.ignore_patterns("run.lock"))
     log = run / "metrics.jsonl"

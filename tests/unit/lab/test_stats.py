@@ -84,9 +84,7 @@ def test_the_number_of_seeds_is_that_of_known_tables(effect: float, known: int) 
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_that_many_seeds_reach_the_power_fewer_do_not_and_spread_needs_more(
-    sequential: bool,
-) -> None:
+def test_that_many_seeds_reach_the_power_fewer_do_not_and_spread_needs_more(sequential):
     """A power that is NaN in a far tail once made 6 seeds need 29, and between 61 and 171."""
     trials, effect = 10_000, 1.3
     n = lab_stats._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)

@@ -20,8 +20,7 @@ from gpt2lab.planner.request import EstimateRequest, Predictor
 from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work
 from plain_log import log_of
 
-KIND = {"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False}
-KIND |= {"parallel": "ddp"}
+KIND = dict(device="x", world=1, threads=2, dtype="fp32", compile=False, parallel="ddp")
 PRIOR = timing.processor(1e11, KNOWN, bf16=False, compiled=True)
 NANO = preset("gpt2-nano").model
 AMOUNT = work(NANO, micro_batch=8, accumulation=4)

@@ -240,9 +240,11 @@ def test_few_steps_that_fit_are_planned_as_the_cpu_takes_them(tmp_path, monkeypa
     assert found == steps_in_window(plain, DetectedHardware(()), tmp_path) < 199
 
 
-def test_a_forecast_counts_the_evaluation_of_the_mean_of_the_last_weights():
+def test_the_mean_of_the_last_weights_is_evaluated_and_is_in_no_trial():
+    """A run's memory is a trial's and the difference between the two by the closed form."""
     jobs = [small_job(eval_freq=4, average_tail=tail) for tail in (0.0, 0.2)]
     assert [job.count("eval") for job in jobs] == [4, 5]  # at 0, 4, 8 and 9
+    assert measuring.trial_job(jobs[0], 2) == measuring.trial_job(jobs[1], 2)
 
 
 @pytest.mark.slow
@@ -288,8 +290,6 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
     how = {"max_batch": 8, "memory_bytes": 1e12, "target": 0.9, "on_gpu": False}
     found = measuring.find_batch_size(small_job(), tmp_path, **how)
     assert seen == [1, 2]
-    tail = small_job(average_tail=0.2)  # whose memory the closed form adds to a trial's
-    assert measuring.trial_job(tail, 2) == measuring.trial_job(small_job(), 2)
     assert (found["mini_batch_size"], found["largest_verified"]) == (2, 2)
 
 

@@ -54,20 +54,12 @@ def fake_numbers(monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)
 
 
-def step_memory(
-    model: ModelConfig,
-    B: int,
-    A: int,
-    dtype: Any,
-    optimizer: Optimizer = "adamw",
-    tuning: TuningConfig = PRETRAINING,
-    world_size: int = 1,
-    **system: Any,
-) -> StepMemory:
+def step_memory(model: ModelConfig, *cut: Any, world_size: int = 1, **system: Any) -> StepMemory:
+    B, A, dtype, optimizer, *_ = *cut, "adamw"
+    tuning = system.pop("tuning", PRETRAINING)
     config = Config(model, optim=OptimConfig(optimizer=optimizer), tuning=tuning)
     config = override(config, system)
-    cut: Any = {"micro_batch": B, "accumulation": A, "dtype": dtype}
-    return StepMemory(config, world_size=world_size, **cut)
+    return StepMemory(config, micro_batch=B, accumulation=A, dtype=dtype, world_size=world_size)
 
 
 def predicted(config: ModelConfig, *cut: Any, **how: Any) -> Memory:
@@ -193,15 +185,12 @@ def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_t
 
 def assert_is_that_of_real_steps(
     config: ModelConfig,
-    B: int,
-    A: int,
-    dtype: str,
-    optimizer: Optimizer = "adamw",
-    *,
-    recompute: schema.ActivationCheckpointing,
+    *cut: Any,
+    recompute: Any,
     tuning: TuningConfig = PRETRAINING,
     margin: float,
 ) -> None:
+    B, A, dtype, optimizer, *_ = *cut, "adamw"
     model = build_model(config, seed=0, device=CPU)
     if tuning.lora_r:
         add_lora(model, tuning)
@@ -293,9 +282,7 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(config, sequ
     job = Job(settings, max_steps=1, world_size=2, dtype="bf16", compiled=False)
     found = job.largest_micro_batch(budget)
     divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
-    fits = {
-        size: peak(config, size, sequences // size, "bf16", world=2) <= budget for size in divisors
-    }
+    fits = {n: peak(config, n, sequences // n, "bf16", world=2) <= budget for n in divisors}
     assert found == max((size for size in divisors if fits[size]), default=None)
 
 

@@ -53,9 +53,7 @@ def test_pace_follows_the_most_recent_steps():
     for seconds in range(100):
         progress.record_step(seconds)
     assert progress.stop_seconds(2.0) == 1.5 * (94 + 2), "slow steps, no outliers"
-    assert progress.stop_seconds(2.0, num_steps=2) == 1.5 * (2 * 94 + 2), (
-        "where steps are pipelined"
-    )
+    assert progress.stop_seconds(2.0, num_steps=2) == 1.5 * (2 * 94 + 2), "pipelined steps"
     assert Interval(2.0, 1.0, 4.0).inverse_of(8.0) == Interval(4.0, 2.0, 8.0)
 
 

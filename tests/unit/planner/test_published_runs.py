@@ -63,12 +63,10 @@ def test_published_runs_are_predicted():
 
 # Where the fit starts, and what holds what the runs do not decide. The last is the energy of Ada's matmuls.
 START = {
-    "matmul_efficiency": 0.9,
-    "stream_bytes_per_token_layer_channel": 67.0,
+    **{"matmul_efficiency": 0.9, "stream_bytes_per_token_layer_channel": 67.0},
     "stream_bytes_per_logit": 10.0,
     "stream_seconds_per_token_layer_channel": 5.4e-11,
-    "eager_bytes_factor": 3.4,
-    "ada": 1.6e-12,
+    **{"eager_bytes_factor": 3.4, "ada": 1.6e-12},
 }
 ADA = [name for name, gpu in KNOWN.gpus.items() if gpu.joules_per_flop == 1.55e-12]
 BEND = 0.1  # errors beyond count linearly, so that runs of old software do not bend all others

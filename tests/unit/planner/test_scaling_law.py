@@ -1,5 +1,7 @@
 """The fit of L = E + A/N^a + B/D^b: known laws are found again, and intervals hold what they promise."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -22,12 +24,7 @@ RATIOS = [(N, ratio * N) for N in RATIO_SIZES for ratio in (10, 20, 40)]
 
 
 def rungs(
-    rng: np.random.Generator,
-    points: list[tuple[int, int]] = GRID,
-    *,
-    seeds: float = 0.0,
-    misfit: float = 0.0,
-    law: Law = LAW,
+    rng: Any, points: Any = GRID, *, seeds: float = 0, misfit: float = 0, law: Law = LAW
 ) -> list[Rung]:
     """Return rungs of three seeds each; `seeds` and `misfit`: deviations of log L."""
     found = []
