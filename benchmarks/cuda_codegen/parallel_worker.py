@@ -40,7 +40,7 @@ from benchmarks.cuda_codegen.parallel import ParallelCase
 from benchmarks.cuda_codegen.report import MICRO_BATCHES
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.distributed import zero1
+from gpt2lab.distributed import sharding, zero1
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT
@@ -116,7 +116,7 @@ def _runs(graph: Graph) -> int:
 def _one_rank_of(world_size: int, parallel: str) -> Iterator[None]:
     """Be rank 0 of a process group that sends nothing, on a device that has streams."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    scatter = zero1.reduce_scatter_single
+    scatter = sharding.reduce_scatter_single
 
     def reduce_scatter(output: torch.Tensor, *args: Any, **options: Any) -> Any:
         work = scatter(output, *args, **options)
