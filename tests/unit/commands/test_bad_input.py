@@ -63,6 +63,7 @@ def at_step_5(**changes: object) -> None:
     weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
     facts = facts_of(5, config=to_flat(config), data_fingerprint=start.data.fingerprint)
     files = {"model.safetensors": [safetensors.torch.save(weights)]}
+    RUN_DIR.mkdir(parents=True, exist_ok=True)
     commit(RUN_DIR, Draft(5, files, facts))
 
 

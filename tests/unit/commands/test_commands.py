@@ -42,6 +42,7 @@ def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None
     """Commit a checkpoint of a few bytes, as the trainer does."""
     files = {"model.safetensors": b"w" * 100, "optim.safetensors": b"m" * 200, "state.json": b"{}"}
     facts = facts_of(step, kind=kind, val_loss=10 / step)
+    run_dir.mkdir(parents=True, exist_ok=True)
     commit(run_dir, Draft(step, {name: [data] for name, data in files.items()}, facts))
 
 

@@ -24,6 +24,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def runs(tmp_path) -> Path:
     """Return runs whose names, labels and files hold escape sequences wherever one can be."""
     folder = tmp_path / "runs" / EVIL
+    folder.mkdir(parents=True)
     commit(folder, Draft(2, {}, facts_of(2)))
     (folder / "labels").mkdir()
     (folder / "labels" / EVIL).write_text("step_00000002")
