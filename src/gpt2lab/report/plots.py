@@ -326,13 +326,8 @@ def _new_figure(width: float, height: float) -> Figure:
 
 def _grid(figure: Figure, panels: int) -> list[Axes]:
     """Return axes in two columns; a last one alone in its row takes both."""
-    grid = figure.add_gridspec((panels + 1) // 2, min(2, panels))
-    return [
-        figure.add_subplot(
-            grid[i // 2, :] if i + 1 == panels and i % 2 == 0 else grid[i // 2, i % 2]
-        )
-        for i in range(panels)
-    ]
+    rows: Any = [[i, min(i + 1, panels - 1)] for i in range(0, panels, 2)]
+    return list(figure.subplot_mosaic(rows).values())
 
 
 def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figure:
