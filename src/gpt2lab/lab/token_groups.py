@@ -126,12 +126,9 @@ def by_repetition(windows: np.ndarray) -> np.ndarray:
 
 def _seen_earlier(keys: np.ndarray) -> np.ndarray:
     """Tell of each key, (N, K), whether an equal one stands before it in its row."""
-    order = np.argsort(keys, axis=1, kind="stable")
-    ordered = np.take_along_axis(keys, order, axis=1)
-    is_again = np.zeros(keys.shape, bool)
-    is_again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    seen = np.empty_like(is_again)
-    np.put_along_axis(seen, order, is_again, axis=1)
+    seen = np.ones(keys.shape, bool)
+    for own, row in zip(seen, keys, strict=True):
+        own[np.unique(row, return_index=True)[1]] = False  # the first of each
     return seen
 
 
