@@ -86,15 +86,15 @@ def explain(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Explanation:
 class _Windows:
     """The windows of one source, as they were measured."""
 
-    def __init__(self, source: Source, other: Source, T: int) -> None:
-        """`other`: the same windows, whose folder may be elsewhere."""
+    def __init__(self, number: int, source: Source, other: Source, T: int) -> None:
+        """`number`: of the source, from 0; `other`: the same windows, whose folder may be elsewhere."""
         folder = next((f for f in (source.folder, other.folder) if Path(f).is_dir()), None)
         if folder is None:
             raise DataError(
                 f"{source.folder}: the data of the token losses no longer exist; restore them, or evaluate both "
                 f"again with --val DIR --keep_token_losses"
             )
-        self.source, self.folder = source, folder
+        self.number, self.source, self.folder, self.T = number, source, folder, T
         self.data = open_data(Path(folder), vocab_size=None)
         if self.data.fingerprint != source.fingerprint:
             raise self.changed()
@@ -110,6 +110,14 @@ class _Windows:
         self.unit = unit.reshape(len(samples), T)
         self.kind = parts.kind
 
+    def places_in_documents(self, rows: slice) -> np.ndarray:
+        """Group the targets of some windows, (n, T), by their places in documents."""
+        tokens = [shard.tokens for shard in self.shards]
+        places = token_groups.places_in_documents(
+            self.ends, tokens, self.shard[rows], self.offset[rows], self.T
+        )
+        return token_groups.by_place(places, token_groups.IN_DOCUMENT)
+
     def changed(self) -> DataError:
         return DataError(
             f"{self.folder}: not the data of the token losses; restore those, or evaluate both again with "
@@ -119,78 +127,56 @@ class _Windows:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some windows of one source: ids, (n, T + 1), their rows in it, and its number."""
+    """Some windows of one source: ids, (n, T + 1), and their rows in it."""
 
-    source: int
+    of: _Windows
     rows: slice
     windows: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Grouping:
-    """One way to divide tokens: the names of the groups, and the group of each target of a chunk, (n, T)."""
-
-    by: str
-    names: tuple[str, ...]
-    group: Callable[[_Chunk], np.ndarray]
+# By what tokens are divided: the names of the groups, and the group of each target of a chunk, (n, T).
+_Groupings = dict[str, tuple[tuple[str, ...], Callable[[_Chunk], np.ndarray]]]
 
 
-def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[str]]:
-    first, left_out = opened[0].data, []
+def _groupings(opened: list[_Windows], T: int) -> tuple[_Groupings, list[str]]:
+    """Return the ways to divide tokens, and why others are left out."""
+    tokenizer, left_out = opened[0].data.tokenizer, []
     frequencies = _mix([one.data for one in opened], [one.source.weight for one in opened])
-    bounds = token_groups.window_bounds(T)
-    in_window = token_groups.by_place(np.arange(1, T + 1), bounds)
-    found = [
-        _Grouping(
-            "frequency of the token in the training shards",
+    in_window = token_groups.by_place(np.arange(1, T + 1), token_groups.window_bounds(T))
+    found: _Groupings = {
+        "frequency of the token in the training shards": (
             token_groups.FREQUENCIES,
             lambda chunk: token_groups.by_frequency(chunk.windows, frequencies),
         ),
-        _Grouping(
-            "position in the window: tokens before it",
+        "position in the window: tokens before it": (
             token_groups.window_places(T),
             lambda chunk: np.broadcast_to(in_window, (len(chunk.windows), T)),
         ),
-    ]
+    }
     if all(one.kind == "document" for one in opened):
-        tokens = [[shard.tokens for shard in one.shards] for one in opened]
-
-        def in_document(chunk: _Chunk) -> np.ndarray:
-            of, n = opened[chunk.source], chunk.source
-            places = token_groups.places_in_documents(
-                of.ends, tokens[n], of.shard[chunk.rows], of.offset[chunk.rows], T
-            )
-            return token_groups.by_place(places, token_groups.IN_DOCUMENT)
-
-        name = "position in the document"
-        found.append(_Grouping(name, token_groups.DOCUMENT_PLACES, in_document))
+        found["position in the document"] = (
+            token_groups.DOCUMENT_PLACES,
+            lambda chunk: chunk.of.places_in_documents(chunk.rows),
+        )
     else:
         left_out.append(
             "position in the document: the data do not mark the end of documents, or have only one"
         )
-    found.append(
-        _Grouping(
-            "repetition of earlier text in the window",
-            token_groups.REPETITIONS,
-            lambda chunk: token_groups.by_repetition(chunk.windows),
-        )
+    found["repetition of earlier text in the window"] = (
+        token_groups.REPETITIONS,
+        lambda chunk: token_groups.by_repetition(chunk.windows),
     )
     try:
-        if first.tokenizer is None:
+        if tokenizer is None:
             raise DataError("the tokenizer of the data is unknown")
-        kinds = token_groups.TextKinds(first.tokenizer)
-        found.append(
-            _Grouping("kind of text", token_groups.KINDS, lambda chunk: kinds.group(chunk.windows))
-        )
+        kinds = token_groups.TextKinds(tokenizer)
+        found["kind of text"] = (token_groups.KINDS, lambda chunk: kinds.group(chunk.windows))
     except DataError as error:
         left_out.append(f"kind of text: {error}")
     if len(opened) > 1:
-        found.append(
-            _Grouping(
-                "source",
-                tuple(one.source.name for one in opened),
-                lambda chunk: np.full((len(chunk.windows), T), chunk.source, np.uint8),
-            )
+        found["source"] = (
+            tuple(one.source.name for one in opened),
+            lambda chunk: np.full((len(chunk.windows), T), chunk.of.number, np.uint8),
         )
     return found, left_out
 
@@ -210,18 +196,18 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
     Raises: DataError if the tokens no longer exist.
     """
     T = a.losses.shape[1]
-    opened = [_Windows(*pair, T) for pair in zip(a.sources, b.sources, strict=True)]
+    pairs = enumerate(zip(a.sources, b.sources, strict=True))
+    opened = [_Windows(number, *pair, T) for number, pair in pairs]
     groupings, left_out = _groupings(opened, T)
     units = [int(one.unit.max()) + 1 for one in opened]
     sums = [
-        [np.zeros((3, count, len(grouping.names))) for count in units] for grouping in groupings
+        [np.zeros((3, count, len(names))) for count in units] for names, _ in groupings.values()
     ]
     for chunk, losses in _chunks(opened, a, b):
-        unit = opened[chunk.source].unit[chunk.rows]
-        for grouping, of_sources in zip(groupings, sums, strict=True):
-            into = of_sources[chunk.source]
-            P = into.shape[2]
-            cell = (unit * P + grouping.group(chunk)).ravel()
+        unit = chunk.of.unit[chunk.rows]
+        for (names, group), of_sources in zip(groupings.values(), sums, strict=True):
+            into, P = of_sources[chunk.of.number], len(names)
+            cell = (unit * P + group(chunk)).ravel()
             for row, values in enumerate(losses):
                 into[row] += np.bincount(cell, values, minlength=into[row].size).reshape(-1, P)
     weights = [source.weight for source in a.sources]
@@ -253,7 +239,7 @@ def _chunks(
     """
     T, begin = a.losses.shape[1], 0
     step = max(1, _TOKENS_AT_ONCE // T)
-    for number, one in enumerate(opened):
+    for one in opened:
         count = one.source.windows
         checksums = np.empty(count, np.uint32)
         for first in range(0, count, step):
@@ -263,27 +249,22 @@ def _chunks(
             place = slice(begin + rows.start, begin + rows.stop)
             of_a = a.losses[place].astype(np.float64).ravel()
             difference = b.losses[place].astype(np.float64).ravel() - of_a
-            yield _Chunk(number, rows, windows), (np.ones_like(of_a), of_a, difference)
+            yield _Chunk(one, rows, windows), (np.ones_like(of_a), of_a, difference)
         if hash_checksums(checksums) != one.source.windows_sha256:
             raise one.changed()
         one.reader.close()
         begin += count
 
 
-def _splits(groupings: list[_Grouping], found: list[stats.GroupMeans]) -> tuple[Split, ...]:
+def _splits(groupings: _Groupings, found: list[stats.GroupMeans]) -> tuple[Split, ...]:
     """Return the splits; a group stands out after correction for the number of groups of all splits (Bonferroni)."""
     filled = [np.flatnonzero(means.share > 0).tolist() for means in found]
     tests = sum(len(groups) for groups in filled if len(groups) > 1)
-    return tuple(
-        Split(
-            grouping.by,
-            tuple(
-                _group(grouping.names[g], means, g, tests=tests if len(groups) > 1 else 0)
-                for g in groups
-            ),
-        )
-        for grouping, means, groups in zip(groupings, found, filled, strict=True)
-    )
+    splits = []
+    for (by, (names, _)), means, groups in zip(groupings.items(), found, filled, strict=True):
+        tested = tests if len(groups) > 1 else 0
+        splits.append(Split(by, tuple(_group(names[g], means, g, tests=tested) for g in groups)))
+    return tuple(splits)
 
 
 def _group(name: str, means: stats.GroupMeans, g: int, *, tests: int) -> Group:
