@@ -1,5 +1,7 @@
 """An ablation: the table of its settings, and adding seeds until all settings are decided. No torch."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -131,9 +133,7 @@ class Ablation:
             curves.setdefault(run.setting, []).append(curve)
         rows = compare(curves, target=self.target) if runs else []
         until_decided = self.max_seeds is not None
-        comparisons = find_comparisons(
-            runs, curves, smallest=self.smallest, until_decided=until_decided
-        )
+        comparisons = self._compare_all(runs, curves)
         logs = [history.read_log(run.folder) for run in runs]
         spent = {
             "seeds": len({run.seed for run in runs}),
@@ -181,6 +181,38 @@ class Ablation:
             replace_durably(self.out / "ablation.md", markdown + "\n")
             replace_durably(self.out / "ablation.json", json.dumps(document, indent=1) + "\n")
         return markdown, document
+
+    def _compare_all(
+        self, runs: Sequence[SeedRun], curves: Mapping[str, Sequence[Curve | None]]
+    ) -> list[Comparison]:
+        """Compare the last losses of all settings that trained on as many tokens as the baseline with the baseline's.
+
+        A setting that diverged in a seed is not compared, but counts in the correction for several tests.
+        """
+        differences = last_differences(curves)
+        if not differences:
+            return []
+        baseline = next(iter(differences))
+        del differences[baseline]
+        kept: dict[str, list[Results | None]] = {}
+        for run in runs:  # their last validation losses by document
+            last = max(history.read_log(run.folder).current("eval"))
+            path = file_of_step(run.folder, "validation", last)
+            kept.setdefault(run.setting, []).append(read_results(path) if path.exists() else None)
+        units: dict[str, OverUnits | None] = {}
+        for name, by_seed in differences.items():
+            count = len(by_seed)
+            a, b = ([r for r in kept[side][:count] if r is not None] for side in (baseline, name))
+            if len(a) == len(b) == count:
+                units[name] = over_units(a, b, "val_loss")
+        return compare_all(
+            baseline,
+            differences,
+            units,
+            smallest=self.smallest,
+            until_decided=self.max_seeds is not None,
+            tests=len(differences) + sum(None in own for own in curves.values()),
+        )
 
 
 def all_seeds(seeds: Sequence[int], max_seeds: int, *, settings: int) -> list[int]:
@@ -303,9 +335,7 @@ def compare(
         if own is None:
             rows.append(TableRow(setting, len(of_seeds), of_seeds.count(None)))
             continue
-        found = base
-        if of_seeds is not baseline:
-            found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
+        found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
         tokens, tokens_ratio = _over_reached(found, base, unit=0)
         seconds, seconds_ratio = _over_reached(found, base, unit=1)
         rows.append(
@@ -389,43 +419,6 @@ def _show(found: OverSeeds | None, form: str) -> str:
         return "n/a"
     half = found.half_width
     return form.format(found.mean) + (f" ± {form.format(half).lstrip('+')}" if half else "")
-
-
-def find_comparisons(
-    runs: Sequence[SeedRun],
-    curves: Mapping[str, Sequence[Curve | None]],
-    *,
-    smallest: float,
-    until_decided: bool,
-) -> list[Comparison]:
-    """Compare the last losses of all settings that trained on as many tokens as the baseline with the baseline's.
-
-    A setting that diverged in a seed is not compared, but counts in the correction for several tests.
-    """
-    differences = last_differences(curves)
-    if not differences:
-        return []
-    baseline = next(iter(differences))
-    del differences[baseline]
-    kept: dict[str, list[Results | None]] = {}
-    for run in runs:  # their last validation losses by document
-        last = max(history.read_log(run.folder).current("eval"))
-        path = file_of_step(run.folder, "validation", last)
-        kept.setdefault(run.setting, []).append(read_results(path) if path.exists() else None)
-    units: dict[str, OverUnits | None] = {}
-    for name, by_seed in differences.items():
-        count = len(by_seed)
-        a, b = ([r for r in kept[side][:count] if r is not None] for side in (baseline, name))
-        if len(a) == len(b) == count:
-            units[name] = over_units(a, b, "val_loss")
-    return compare_all(
-        baseline,
-        differences,
-        units,
-        smallest=smallest,
-        until_decided=until_decided,
-        tests=len(differences) + sum(None in own for own in curves.values()),
-    )
 
 
 def diverged_sentences(rows: Sequence[TableRow]) -> dict[str, str]:
