@@ -17,12 +17,13 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import ModelName
+from gpt2lab.config.schema import BatchConfig, Config, ModelName, Parallel, SystemConfig
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner.communication import step_bytes, wire_share
+from gpt2lab.planner.job import Job
 
 WORKER = Path(__file__).with_name("sharing_worker.py")
-MODES = ("ddp", "zero1", "fsdp")
+MODES: tuple[Parallel, ...] = ("ddp", "zero1", "fsdp")
 
 
 def compare_modes(
@@ -43,6 +44,8 @@ def compare_modes(
     cores = count_cores(world)
     threads = max(1, cores // world)
     config = preset(model_name).model
+    tokens = micro_steps * world * micro_batch * config.context_length
+    batch = BatchConfig(total_batch_size=tokens, mini_batch_size=micro_batch)
 
     def measure(processes: int, parallel: str) -> dict[str, Any]:
         words = [model_name, parallel, dtype, str(micro_batch)]
@@ -54,12 +57,9 @@ def compare_modes(
     found = {mode: measure(world, mode) for mode in MODES}
     after = measure(1, "ddp")
     for mode, result in found.items():
-        result["expected_bytes"] = step_bytes(
-            config,
-            parallel=mode,  # type: ignore[arg-type]
-            accumulation=micro_steps,
-            on_gpu=False,
-        )
+        system = SystemConfig(parallel=mode)
+        job = Job(Config(model=config, batch=batch, system=system), steps, world, "fp32", False)
+        result["expected_bytes"] = step_bytes(job, on_gpu=False)
     return {
         "model": model_name,
         "processes": world,

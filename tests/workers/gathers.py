@@ -15,9 +15,10 @@ import torch
 import torch.distributed.fsdp
 
 from benchmarks.sharing_worker import Traffic
-from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
+from gpt2lab.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.planner.communication import step_bytes
+from gpt2lab.planner.job import Job
 from gpt2lab.training.train_step import StepStats
 
 # No number of rows is odd, so that all ranks share evenly and bytes are exactly the planner's.
@@ -116,7 +117,12 @@ def check_traffic(runtime: Runtime) -> None:
             trained.step(1, accumulation=2)
             with Dtypes() as traffic:
                 trained.step(2, accumulation=2)
-            planned = step_bytes(model, parallel="fsdp", accumulation=2, param_dtype=dtype)
+            tokens = 2 * runtime.world_size * model.context_length
+            batch = BatchConfig(total_batch_size=tokens, mini_batch_size=1)
+            system = SystemConfig(parallel="fsdp", fsdp_param_dtype=dtype)
+            config = Config(model=model, batch=batch, system=system)
+            job = Job(config, 1, runtime.world_size, "bf16", compiled=False)
+            planned = step_bytes(job)
             found = {name: traffic.bytes[name] for name in planned}
             assert found == planned, (dtype, found, planned)
             in_bf16 = {torch.bfloat16} if dtype == "bf16" else set()

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.model.counts import count_block_matrices, count_block_parameters, count_parameters
 from gpt2lab.planner.hardware import Link
 from gpt2lab.planner.job import Job
@@ -26,44 +25,36 @@ OVERLAP = 0.9  # of that: in it buckets can travel
 SLOWDOWN = 0.03  # of the overlapped time: NCCL's kernels take multiprocessors from the model's
 
 
-def step_bytes(
-    model: ModelConfig,
-    *,
-    parallel: Parallel,
-    accumulation: int,
-    on_gpu: bool = True,
-    param_dtype: Literal["fp32", "bf16"] = "fp32",
-) -> dict[Collective, int]:
+def step_bytes(job: Job, *, on_gpu: bool = True) -> dict[Collective, int]:
     """Return the bytes of full tensors that a step's collectives sum, gather and scatter.
 
-    `param_dtype`: what fsdp gathers the blocks' matrices in. It assumes rows that all ranks share evenly and leaves out
-    scalars such as the loss, and what Muon exchanges. A rank sends and receives `wire_share` of these
-    bytes.
+    It assumes rows that all ranks share evenly and leaves out scalars such as the loss, and what Muon exchanges. A rank
+    sends and receives `wire_share` of these bytes.
     """
-    gradients = 4 * count_parameters(model)
-    if parallel == "fsdp":
+    gradients = 4 * count_parameters(job.config.model)
+    if job.parallel == "fsdp":
         # Each micro-batch gathers a block's weights for forward and again for backward, and scatters its gradients.
-        weights, blocks = (model.n_layer * size for size in _block_bytes(model, param_dtype))
+        weights, blocks = (job.config.model.n_layer * size for size in _block_bytes(job))
         around = gradients - blocks
         return {
-            "all_gather": around + accumulation * 2 * weights,
-            "reduce_scatter": around + accumulation * blocks,
+            "all_gather": around + job.accumulation * 2 * weights,
+            "reduce_scatter": around + job.accumulation * blocks,
         }
-    if parallel == "zero1":
+    if job.parallel == "zero1":
         # gloo cannot reduce-scatter; see distributed/zero1.py.
         return {"reduce_scatter" if on_gpu else "all_reduce": gradients, "all_gather": gradients}
     return {"all_reduce": gradients}
 
 
-def _block_bytes(model: ModelConfig, param_dtype: str) -> tuple[int, int]:
+def _block_bytes(job: Job) -> tuple[int, int]:
     """Return the bytes of what fsdp gathers for a block, and of the gradients that it scatters, fp32.
 
     In bf16 these are the block's matrices alone; the rest travels with what is outside the blocks.
     """
-    if param_dtype == "bf16":
-        matrices = count_block_matrices(model)
+    if job.config.system.fsdp_param_dtype == "bf16":
+        matrices = count_block_matrices(job.config.model)
         return 2 * matrices, 4 * matrices
-    return (4 * count_block_parameters(model),) * 2
+    return (4 * count_block_parameters(job.config.model),) * 2
 
 
 def wire_share(kind: Collective, *, world_size: int) -> float:
@@ -82,7 +73,7 @@ def exposed(job: Job, link: Link | None, micro_batch_seconds: float) -> tuple[fl
 
     window = OVERLAP * micro_batch_seconds
     if job.parallel == "fsdp":
-        weights, gradients = _block_bytes(model, job.config.system.fsdp_param_dtype)
+        weights, gradients = _block_bytes(job)
         L = model.n_layer
         around = 4.0 * count_parameters(model) - L * gradients
         gather = seconds("all_gather", weights, weights)

@@ -300,15 +300,9 @@ _HIDDEN: dict[Parallel, str] = {
 
 def _communication(found: Estimate, link: str) -> str:
     job, model = found.job, found.job.config.model
-    sent = step_bytes(
-        model,
-        parallel=job.parallel,
-        accumulation=job.accumulation,
-        param_dtype=job.config.system.fsdp_param_dtype,
-    )
     terms = [
         f"{kind.replace('_', '-')} {wire_share(kind, world_size=job.world_size):.3g} x {size / 1e6:,.0f} MB"
-        for kind, size in sent.items()
+        for kind, size in step_bytes(job).items()
     ]
     hidden = _HIDDEN[job.parallel].format(
         share=OVERLAP, embedding=4 * model.vocab_size * model.n_embd / 1e6

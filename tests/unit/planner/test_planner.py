@@ -212,23 +212,34 @@ MODEL = preset("gpt2").model
 MODERN = preset("modern-small").model
 
 
+def shared(
+    parallel: Parallel,
+    *,
+    world: int = 4,
+    model: ModelConfig = MODEL,
+    dtype: Any = "fp32",
+    micro_batches: int = 3,
+) -> Job:
+    """Return a job of so many micro-batches a step on each rank."""
+    tokens = micro_batches * world * model.context_length
+    batch = BatchConfig(total_batch_size=tokens, mini_batch_size=1)
+    system = SystemConfig(parallel=parallel, fsdp_param_dtype=dtype)
+    return Job(Config(model=model, batch=batch, system=system), 1, world, "bf16", compiled=True)
+
+
 def sharing_seconds(
     parallel: Parallel, *, window: float, world: int = 4, link: Link | None = STEADY, **more: Any
 ) -> tuple[float, float]:
-    model = more.get("model", MODEL)
-    batch = BatchConfig(total_batch_size=3 * world * model.context_length, mini_batch_size=1)
-    system = SystemConfig(parallel=parallel, fsdp_param_dtype=more.get("param_dtype", "fp32"))
-    job = Job(Config(model=model, batch=batch, system=system), 1, world, "bf16", compiled=True)
-    return exposed(job, link, window)
+    return exposed(shared(parallel, world=world, **more), link, window)
 
 
 @pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
 @pytest.mark.parametrize(("mode", "dtype"), [*((mode, "fp32") for mode in MODES), ("fsdp", "bf16")])
 def test_all_that_is_sent_is_timed(mode, dtype, model):
     """And nothing of it is hidden, where there is nothing to hide behind."""
-    sent = step_bytes(model, parallel=mode, accumulation=3, param_dtype=dtype)
+    sent = step_bytes(shared(mode, model=model, dtype=dtype))
     expected = sum(size * wire_share(kind, world_size=4) for kind, size in sent.items()) / 1e9
-    found = sharing_seconds(mode, window=0.0, model=model, param_dtype=dtype)
+    found = sharing_seconds(mode, window=0.0, model=model, dtype=dtype)
     assert found == pytest.approx((expected, expected))
 
 
@@ -237,8 +248,8 @@ def test_matrices_gathered_in_bf16_are_half_the_bytes(model):
     """The gradients of vectors are scattered once instead of with each of three micro-batches; their sum stays fp32."""
     matrices = 12 * model.n_layer * model.n_embd**2
     vectors = model.n_layer * count_block_parameters(model) - matrices
-    how = {"parallel": "fsdp", "accumulation": 3}
-    fp32, bf16 = (step_bytes(model, param_dtype=dtype, **how) for dtype in ("fp32", "bf16"))
+    jobs = (shared("fsdp", model=model, dtype=dtype) for dtype in ("fp32", "bf16"))
+    fp32, bf16 = map(step_bytes, jobs)
     assert fp32["all_gather"] - bf16["all_gather"] == 3 * 2 * 2 * matrices + 5 * 4 * vectors
     assert fp32["reduce_scatter"] - bf16["reduce_scatter"] == 2 * 4 * vectors
 
@@ -259,7 +270,8 @@ def test_the_bytes_are_those_of_real_steps(mode, tiny_run):
     said = tiny_run().train(world=2, program=program, parallel=mode, **shape)
     counted = json.loads(re.findall("^counted (.*)$", said, re.M)[0])["bytes"]
     model = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
-    computed = step_bytes(model, parallel=mode, accumulation=2, on_gpu=False)
+    job = shared(mode, world=2, model=model, micro_batches=2)
+    computed = step_bytes(job, on_gpu=False)
     for kind, size in counted.items():
         assert 0 <= size - computed.get(kind, 0) <= 2 * 4 * model.n_embd + 8, kind
 
