@@ -228,11 +228,8 @@ def _minimize(
     theta: Array, targets: Array, x: Array, y: Array, *, delta: float
 ) -> tuple[Array, Array]:
     """Return (laws, 5) and the mean Huber loss (laws,): Levenberg and Marquardt's steps, each law with its damping."""
-    floor = targets.min(1)[:, None] + _SHARE
-    low = np.concatenate([np.repeat(floor, 3, 1), np.full((len(theta), 2), np.log(_LEAST))], 1)
-    high = np.concatenate(
-        [np.full((len(theta), 3), 12.0), np.full((len(theta), 2), np.log(_MOST))], 1
-    )
+    low, high = np.full(theta.shape, np.log(_LEAST)), np.array([12.0] * 3 + [np.log(_MOST)] * 2)
+    low[:, :3] = targets.min(1)[:, None] + _SHARE
 
     def cost_of(theta: Array, rows: Array) -> Array:
         off = np.abs(_log_loss(theta, x, y) - targets[rows])
@@ -261,7 +258,7 @@ def _minimize(
         scale = np.einsum("rpp->rp", curvature)
         extra = damping[rows, None] * (scale + 1e-3 * scale.max(1, keepdims=True)) + 1e-12
         step = np.linalg.solve(curvature + extra[:, None] * np.eye(PARAMETERS), gradient[..., None])
-        tried = np.clip(now - step[..., 0], low[rows], high[rows])
+        tried = np.clip(now - step[..., 0], low[rows], high)
         reached = cost_of(tried, rows)
         better = reached < cost[rows]
         gain = np.where(better, cost[rows] - reached, math.inf)
