@@ -214,15 +214,16 @@ class _Places:
         return {"step": x, "tokens": tokens, "hours": hours}
 
     def spread(self, field: str) -> Curve:
-        rows, values = self._known(field)
+        steps, values = self._known(field)
         chosen = spread(range(len(values)), _POINTS)
-        return self._at(rows[chosen], values[chosen])
+        return Curve(self.of(steps[chosen]), values[chosen])
 
     def trace(self, field: str) -> Trace:
-        rows, values = self._known(field)
+        steps, values = self._known(field)
         sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
         smooth = running_medians(values, even)
-        return Trace(self._at(rows[sharp], values[sharp]), self._at(rows[even], smooth))
+        raw = Curve(self.of(steps[sharp]), values[sharp])
+        return Trace(raw, Curve(self.of(steps[even]), smooth))
 
     def measured(self, events: Mapping[int, Mapping[str, Any]], metric: str) -> Curve:
         """Return at most 400 evaluations that have a metric, with their standard errors."""
@@ -236,18 +237,10 @@ class _Places:
         )
 
     def _known(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows in which a field is finite, and the values there."""
+        """Return the steps in which a field is finite, and the values there."""
         values = self._log.column(field)
-        rows = np.flatnonzero(np.isfinite(values))
-        return rows, values[rows]
-
-    def _at(self, rows: np.ndarray, values: np.ndarray) -> Curve:
-        x: dict[Axis, np.ndarray] = {
-            "step": self._log.numbers[rows].astype(float),
-            "tokens": self._tokens[rows],
-            "hours": self._hours[rows],
-        }
-        return Curve(x, values)
+        known = np.isfinite(values)
+        return self._log.numbers[known], values[known]
 
 
 def spread(places: range | list[int], count: int) -> list[int]:
