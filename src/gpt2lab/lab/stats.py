@@ -269,10 +269,8 @@ def decide(values: Sequence[float], *, smallest: float, alpha: float = ALPHA) ->
 
 def first_bounded(alpha: float = ALPHA) -> int:
     """Return the smallest number of seeds for which a confidence sequence is bounded."""
-    n = 2
-    while not math.isfinite(float(sequence_half_width(1.0, n, alpha))):
-        n += 1
-    return n
+    widths = (sequence_half_width(1.0, n, alpha) for n in itertools.count(2))
+    return next(n for n, width in enumerate(widths, start=2) if np.isfinite(width))
 
 
 # -- groups of tokens ------------------------------------------------------------------------------------------------
