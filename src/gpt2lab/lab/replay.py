@@ -127,10 +127,9 @@ def first_difference(
 
 def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") -> list[str]:
     """Return a line for each value that differs, `threads 1 -> 2`, in the order of `before`."""
-    names = [*before, *(name for name in now if name not in before)]
     return [
         f"{name} {before.get(name)} {link} {now.get(name)}"
-        for name in names
+        for name in before | now
         if before.get(name) != now.get(name)
     ]
 
