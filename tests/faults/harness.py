@@ -81,17 +81,20 @@ class FaultRun:
         """Run it to its end and return the exit code."""
         return self.end_of(self.start(*more, world=world, **kwargs))
 
-    def resume(self, *more: str, world: int = 1, program: Path = launch.TRAIN) -> int:
+    def train(self, *more: str, world: int = 1, program: Path = launch.TRAIN, **env: str) -> int:
         """Run it to its end as `finish` does, in forks of a process that has imported torch (ranks.py).
 
-        What comes after a fault needs no launcher: it is a start like any other.
+        What is neither asked to end nor ended by its launcher needs none.
         """
-        words = self.argv(*(more or ("--resume=latest",)))
-        done = launch.train_in_forks(words, world=world, program=program)
+        done = launch.train_in_forks(self.argv(*more), world=world, program=program, **env)
         with open(self.folder / "out.txt", "a") as out:
             out.write(done.stdout)
         (self.folder / "err.txt").write_text(done.stderr)
         return done.returncode
+
+    def resume(self, *more: str, **how: Any) -> int:
+        """Run it to its end from its newest checkpoint, or as it is told."""
+        return self.train(*(more or ("--resume=latest",)), **how)
 
     def end_of(self, process: subprocess.Popen[str], seconds: float = launch.HANG_SECONDS) -> int:
         """Wait for a start to end, and all of its ranks."""

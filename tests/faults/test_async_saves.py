@@ -36,8 +36,7 @@ def test_row_02_killed_at_a_stage_of_an_asynchronous_save(stage, newest, run, re
 
 def test_row_33_the_disk_is_full_in_an_asynchronous_save(run, reference):
     """That save is missing, with a warning."""
-    process = start(run, fault="checkpoint.optim.safetensors:enospc@10")
-    assert run.end_of(process) == 0, run.errors()
+    assert run.train(FAULT="checkpoint.optim.safetensors:enospc@10") == 0, run.errors()
     [warning] = [e["message"] for e in run.events("warning") if "not saved" in e["message"]]
     assert warning.startswith("checkpoint of step 10 not saved: ")
     assert "No space left on device" in warning
@@ -63,7 +62,7 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
 
 def test_row_22_two_ranks_gather_their_shards_for_one_thread(run, reference):
     """zero1's moments are gathered into the buffer; between CPUs its bits are those of ddp."""
-    assert run.finish("--parallel=zero1", world=2, FAULT=PACE) == 0, run.errors()
+    assert run.train("--parallel=zero1", world=2, FAULT=PACE) == 0, run.errors()
     run.assert_equals(reference(2))
 
 

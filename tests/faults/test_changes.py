@@ -193,7 +193,7 @@ def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(asked, run, tmp_path
         f"    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)\n    {asked}"
     )
     program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", takes)
-    assert run.finish(program=program) == 1
+    assert run.train(program=program) == 1
     assert the_line(run).startswith("error: out of memory: ")
     assert "A lower --mini_batch_size needs less" in the_line(run)
     assert run.saved() == [5, 10, 14], "the last complete step is saved"

@@ -150,14 +150,20 @@ def test_import_of_a_checkpoint(tiny_data, tmp_path):
     assert at > 10
 
 
+def killed_export(words: list[str], *, at: str) -> None:
+    """Export until a fault point kills it."""
+    program, fault = launch.SCRIPTS / "export_hf.py", f"{at}:kill9@0"
+    done = launch.train_in_forks(words, program=program, FAULT=fault)
+    assert done.returncode == KILLED, done.stderr
+
+
 @pytest.mark.parametrize("at", ["export.weights", "export.before_rename"])
 def test_export(at, tiny_data, tmp_path):
     run = FaultRun(tiny_data, tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
     launch.worked(launch.train_in_forks(run.argv()))
     words = ["run", f"--checkpoint_dir={run.folder}"]
     out = tmp_path / "exports" / "run"
-    killed = launch.script("export_hf.py", *words, f"--out={out}", FAULT=f"{at}:kill9@0")
-    assert killed.returncode == KILLED
+    killed_export([*words, f"--out={out}"], at=at)
     [leftover] = out.parent.iterdir()
     with open_locked_folder(out.with_name(".run.0123abcd")):  # of an export that still works
         assert call("export_hf.py", *words, f"--out={out}").returncode == 0
@@ -177,9 +183,7 @@ def test_export_for_llama_cpp(tmp_path):
     launch.worked(launch.train_in_forks(words))
     words = ["run", f"--checkpoint_dir={run.folder}", "--format=gguf"]
     out, straight = tmp_path / "exports" / "x.gguf", tmp_path / "elsewhere" / "x.gguf"
-    fault = "export.before_rename:kill9@0"
-    killed = launch.script("export_hf.py", *words, f"--out={out}", FAULT=fault)
-    assert killed.returncode == KILLED, killed.stderr
+    killed_export([*words, f"--out={out}"], at="export.before_rename")
     [leftover] = out.parent.iterdir()
     assert leftover != out
     for path in (out, straight):

@@ -98,7 +98,7 @@ def test_row_11_a_survivor_is_aborted_100_ms_later(run, reference, tmp_path):
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
     fails = f"if calls == 15 and rank == 0:\n{HALF}    raise RuntimeError('CUDA out of memory')"
     program = program_before(tmp_path, "gpt2lab.optim.optimizers:AdamW", "step", fails)
-    assert run.finish(world=2, program=program) != 0
+    assert run.train(world=2, program=program) != 0
     assert "half-way" in run.errors()
     # Process 1 survives with a whole update 15; process 0's half one, and so its line, must not be on disk.
     assert run.resume(world=2) == 0, run.errors()
@@ -126,7 +126,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
     )
     run.flags = ("--checkpoint_freq=1", "--eval_freq=0", "--max_steps=40", "--drift_check_freq=1")
     bad = {"BAD": "5,20,21,22,23", "BAD_RANK": str(rank)}
-    assert run.finish(world=2, program=program, **bad) != 0
+    assert run.train(world=2, program=program, **bad) != 0
     assert run.status()["exit_code"] == 76, run.errors()
     assert [e["step"] for e in run.events("step") if not e["updated"]] == [5, 20, 21, 22, 23]
     assert max(run.saved()) in (22, 23)
@@ -228,7 +228,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, t
 def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     differs = "if calls == 12 and rank == 1:\n    args[0].module.ln_f.bias.data[3] += 1e-6"
     program = program_before(tmp_path, "gpt2lab.training.steps", "train_step", differs)
-    assert run.finish("--drift_check_freq=6", world=2, program=program) != 0
+    assert run.train("--drift_check_freq=6", world=2, program=program) != 0
     assert "step 12: ranks hold different weights, first in " in run.errors()
     assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1
@@ -246,7 +246,7 @@ def test_a_slow_process_is_named(where, run, tmp_path):
     }[where]
     program = program_before(tmp_path, *target, f"time.sleep({delay} * rank)")
     more = ("--mini_batch_size=4", "--max_steps=35", "--warmup_steps=2")
-    assert run.finish(*more, world=2, program=program) == 0, run.errors()
+    assert run.train(*more, world=2, program=program) == 0, run.errors()
     warnings = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]
     assert len(warnings) == 1
     assert warnings[0].startswith("rank 1 on ")

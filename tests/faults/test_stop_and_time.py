@@ -189,7 +189,7 @@ def test_a_typed_moment_stops_in_time(run, tmp_path):
         "moment = datetime.now().astimezone() + timedelta(seconds=10)\n"
         "sys.argv.append(f'--stop_at={moment.isoformat()}')",
     )
-    assert run.finish(program=program, FAULT=PACE) == 0
+    assert run.train(program=program, FAULT=PACE) == 0
     assert_stopped_cleanly(run, "stop_at")
 
 
@@ -257,7 +257,7 @@ def test_row_01_random_kills_of_two_processes(run, reference):
 def test_rows_02_and_03_killed_while_a_checkpoint_is_retired(point, run, reference):
     """What is listed afterwards is complete, and is the newest that was committed."""
     run.flags = (*run.flags, "--keep_checkpoints=1")
-    assert run.finish(FAULT=f"retain.{point}:kill9@15") != 0
+    assert run.train(FAULT=f"retain.{point}:kill9@15") != 0
     words = ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
     listed = launch.train_in_forks(words)
     assert listed.returncode == 0, listed.stdout
@@ -283,8 +283,8 @@ def folder(tmp_path_factory) -> Path:
 def test_a_kill_at_the_last_step_loses_nothing(folder, place):
     name = f"kill_{place}"
     flags = flags_of(folder, name)
-    assert launch.train(flags, FAULT=f"{place}:kill9@{LAST}").returncode == -9
-    launch.worked(launch.train([*flags, "--resume=auto"]))
+    assert launch.train_in_forks(flags, FAULT=f"{place}:kill9@{LAST}").returncode == -9
+    launch.worked(launch.train_in_forks([*flags, "--resume=auto"]))
     assert_complete(folder, name)
 
 
@@ -293,11 +293,11 @@ def test_two_ranks_go_on_after_an_interruption_of_one(folder, fault):
     rank = 0 if "sample" in fault else 1
     name = f"two_{fault}".replace(":", "_")
     flags = flags_of(folder, name)
-    code = launch.train(flags, world=2, FAULT=f"{fault}@{LAST},rank={rank}").returncode
+    code = launch.train_in_forks(flags, world=2, FAULT=f"{fault}@{LAST},rank={rank}").returncode
     assert (code == 0) == ("term" in fault)
     state = json.loads((folder / "runs" / name / "status.json").read_text())["state"]
     assert state == ("stopped" if "term" in fault else "failed")
-    launch.worked(launch.train([*flags, "--resume=auto"], world=2))
+    launch.worked(launch.train_in_forks([*flags, "--resume=auto"], world=2))
     assert json.loads((folder / "runs" / name / "status.json").read_text())["state"] == "completed"
     events = after_last_step(folder / "runs" / name)
     assert {kind: len(found) for kind, found in events.items()} == dict.fromkeys(events, 1)

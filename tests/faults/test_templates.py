@@ -71,7 +71,7 @@ def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run)
     assert "error: exit code 75: a restart would meet the same" in run.errors()
     assert not run.path.exists()
     away.rename(run.path)
-    assert run.finish("--resume=auto") == 0, run.errors()
+    assert run.resume("--resume=auto") == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [max(5, min(run.saved()))]
 
 
