@@ -1,9 +1,9 @@
 """What people and other programs rely on, held still while the package is rearranged.
 
 Flags, JSON keys, files of a run, exit codes and losses, each compared with `tests/golden/contracts.json`. Wordings,
-times and whatever a machine adds are left out. Nothing of gpt2lab is imported: the programs are started as users
-start them, so that this file reads the same before and after every move inside the package. A change of a contract
-on purpose is recorded with
+times and whatever a machine adds are left out. Nothing of gpt2lab is imported: programs are called by their names, so
+that this file reads the same before and after every move inside the package, and those that make the runs are started
+as users start them. A change of a contract on purpose is recorded with
 
     UPDATE_GOLDEN=1 pytest -m slow tests/integration/test_contracts.py
 
@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import TO_ITS_END, without_progress
+from launch import TO_ITS_END, Done, call, worked
 from record_runs import differences
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "contracts.json"
 ITEMS = REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl"
-pytestmark = pytest.mark.slow  # some 70 programs
+pytestmark = pytest.mark.slow  # some 100 calls of programs
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 RELATIVE = 1e-5  # golden losses: processors and torch versions differ in the last bits of a sum
 
@@ -83,24 +83,29 @@ class Place:
 
     folder: Path
 
-    def start(self, program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-        plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        words = [str(REPOSITORY / program)]
-        if program.startswith("gpt2lab "):
-            words = ["-m", *program.split()]
-            plain["PYTHONPATH"] = str(REPOSITORY / "src")
-        own = {
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
             **{"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"},
             **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             **{name: str(self.folder / "xdg") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")},
         }
-        command = [sys.executable, *words, *flags]
-        return subprocess.run(command, cwd=self.folder, env=plain | own, **TO_ITS_END)
 
-    def done(self, program: str, *flags: str) -> str:
-        answer = self.start(program, *flags)
-        assert answer.returncode == 0, f"{program} {' '.join(flags)}\n{answer.stderr[-3000:]}"
-        return answer.stdout
+    def start(self, program: str, *flags: str) -> None:
+        """Run a program to its end, as users start it."""
+        plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, str(REPOSITORY / program), *flags]
+        how = {"cwd": self.folder, "env": plain | self.environment, **TO_ITS_END}
+        worked(subprocess.run(command, **how))
+
+    def call(self, program: str, *flags: str) -> Done:
+        """Call a program in this process."""
+        verb = program.removeprefix("gpt2lab ")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            word = verb if verb != program else REPOSITORY / program
+            return call(word, *flags, folder=self.folder)
 
     def events(self, run: str) -> list[dict[str, Any]]:
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
@@ -127,13 +132,13 @@ def place(tmp_path_factory) -> Place:
     write_text(place.folder / "text")
     shutil.copy(ITEMS, place.folder / "items.jsonl")  # their tokens will be kept beside them
     flags = ["text", "--out=data", "--shard_tokens=3000", "--val_tokens=1500", "--num_workers=1"]
-    place.done("scripts/prepare_data.py", *flags)
+    place.start("scripts/prepare_data.py", *flags)
     # The same bytes as without resume, but also the events of a stop and of a resume.
-    place.done(TRAIN, *BASE, "--stop_after_steps=5")
+    place.start(TRAIN, *BASE, "--stop_after_steps=5")
     with ThreadPoolExecutor(2) as pool:
-        modern = pool.submit(place.done, TRAIN, *MODERN)
-        place.done(TRAIN, *BASE, "--resume=latest")
-        place.done(FINETUNE, *TUNED)
+        modern = pool.submit(place.start, TRAIN, *MODERN)
+        place.start(TRAIN, *BASE, "--resume=latest")
+        place.start(FINETUNE, *TUNED)
         modern.result()
     return place
 
@@ -182,15 +187,13 @@ def read_help(text: str) -> dict[str, Any]:
 
 def test_the_flags_of_every_program(golden, place):
     def ask(command: str) -> dict[str, Any]:
-        return read_help(place.done(command, "--help-all"))
+        return read_help(worked(place.call(command, "--help-all")).stdout)
 
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(PROGRAMS, pool.map(ask, PROGRAMS), strict=True))
-        within = found
-        while within:
-            verbs = [f"{name} {v}" for name in within for v in within[name].get("subcommands", [])]
-            within = dict(zip(verbs, pool.map(ask, verbs), strict=True))
-            found |= within
+    found = within = {name: ask(name) for name in PROGRAMS}
+    while within:
+        verbs = [f"{name} {v}" for name in within for v in within[name].get("subcommands", [])]
+        within = {name: ask(name) for name in verbs}
+        found = found | within
     assert sum(len(help["flags"]) for help in found.values()) > 300  # the help was really read
     compare(golden, "help", found)
 
@@ -274,13 +277,12 @@ def test_the_keys_of_every_json_answer(golden, place):
     names = [name for name in JSON_ANSWERS if name != "export" or has_transformers]
 
     def ask(name: str) -> Any:
-        answer = place.start(*JSON_ANSWERS[name], "--json")
+        answer = place.call(*JSON_ANSWERS[name], "--json")
         assert answer.returncode in EXITS.get(name, (0,)), f"{name}: {answer.stderr[-2000:]}"
         assert answer.stdout.count("\n") == 1, f"{name}: not one object on one line"
         return without_machines_own(shape(json.loads(answer.stdout)))
 
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(names, pool.map(ask, names), strict=True))
+    found = {name: ask(name) for name in names}
     if "export" not in found:
         found["export"] = golden["json"]["export"]
     compare(golden, "json", found)
@@ -346,26 +348,23 @@ REFUSALS: dict[str, list[str]] = {
 }
 
 
-def refusal(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def refusal(answer: Done) -> dict[str, Any]:
     """Return what a program's caller can act on: the exit code, one line on stderr, the flags it names."""
-    stderr = without_progress(answer.stderr)
     return {
         "exit code": answer.returncode,
-        "one line on stderr": bool(re.fullmatch(r"error: .*\n", stderr)),
+        "one line on stderr": bool(re.fullmatch(r"error: .*\n", answer.stderr)),
         "stdout": bool(answer.stdout),
-        "flags named": sorted(set(re.findall(r"--[a-z_]+", stderr))),
+        "flags named": sorted(set(re.findall(r"--[a-z_]+", answer.stderr))),
     }
 
 
 def test_what_is_refused_with_which_exit_code(golden, place):
     before = tree(place.folder)
     names = [name for name in REFUSALS if name != "lock held"]
-    with ThreadPoolExecutor(2) as pool:
-        answers = pool.map(lambda name: place.start(*REFUSALS[name]), names)
-        found = {name: refusal(answer) for name, answer in zip(names, answers, strict=True)}
+    found = {name: refusal(place.call(*REFUSALS[name])) for name in names}
     with (place.folder / "runs" / "base" / "run.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found["lock held"] = refusal(place.start(*REFUSALS["lock held"]))
+        found["lock held"] = refusal(place.call(*REFUSALS["lock held"]))
     assert tree(place.folder) == before
     compare(golden, "refusals", found)
 
