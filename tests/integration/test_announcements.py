@@ -64,11 +64,11 @@ def test_each_measurement_is_announced(tmp_path):
 @pytest.mark.slow
 def test_compiling_is_announced(tmp_path):
     write_inputs(tmp_path, train=1003)
-    done = launch.worked(launch.train(flags_of(tmp_path, "r", "--compile=on")))
+    done = launch.worked(launch.train_in_forks(flags_of(tmp_path, "r", "--compile=on")))
     assert_announced(done.stdout.splitlines(), STRETCHES)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     flags = flags_of(tmp_path, "ddp", "--compile=on")
-    done = launch.train(flags, **alone, MASTER_PORT="29533")
+    done = launch.train_in_forks(flags, **alone, MASTER_PORT="29533")
     assert "compiling for DDP" in done.stdout.splitlines(), done.stderr
 
 

@@ -172,7 +172,7 @@ def test_fast_paths_follow_the_plain_fp32_loss(tiny_run, tmp_path):
     for name, flags in kinds.items():
         run = tiny_run(*shape, *flags_for(**length, **quiet), data=tmp_path / "data" / "shards")
         words = [flag for flag in run.flags if not flag.startswith(("--dtype", "--compile"))]
-        launch.worked(launch.train([*words, *flags]))
+        launch.worked(launch.train_in_forks([*words, *flags]))
         losses[name] = [event["loss"] for event in run.events("step")]
     assert len(losses["plain"]) == 30
 
