@@ -69,10 +69,19 @@ def assert_nothing_is_left(repository: Path, out: Path) -> None:
         ("main never", r"^setting code-never: the code of \w{12}: error: not today$"),
         ("main rope --n_head=3", r"^setting code-main: the code of \w{12}: error: .*n_head 3"),
         ("main", "^nothing to compare: .* --code main my-branch$"),
+        *launch.slow(
+            ("main late", "code-late_seed1 failed with exit code 1: error: too late"),
+            (
+                "main log",
+                "code-log_seed1: its code writes a log that this program cannot read: .*line",
+            ),
+        ),
     ],
 )
-def test_code_that_cannot_be_compared_is_one_line(refs, says, repository, flags, tmp_path):
-    with pytest.raises(ConfigError, match=says):
+def test_code_that_cannot_be_compared_or_fails_later_is_named(
+    refs, says, repository, flags, tmp_path
+):
+    with pytest.raises(CheckError if "seed1" in says else ConfigError, match=says):
         ablate.main([*flags, "--code", *refs.split()])
     assert_nothing_is_left(repository, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -130,21 +139,6 @@ def test_a_change_of_a_bit_goes_to_the_seeds(repository, flags, tmp_path, capfd,
     file.write_text("base:\nmine: --max_lr=0.02\n")
     with pytest.raises(ConfigError, match="out has runs of other code; give another --out"):
         ablate.main([str(file), *flags])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("branch", "says"),
-    [
-        ("late", "code-late_seed1 failed with exit code 1: error: too late"),
-        ("log", "code-log_seed1: its code writes a log that this program cannot read: .*line"),
-    ],
-)
-def test_code_that_fails_later_is_named(branch, says, repository, flags, tmp_path):
-    with pytest.raises(CheckError, match=says):
-        ablate.main(["--code", "main", branch, *flags])
-    assert_nothing_is_left(repository, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
