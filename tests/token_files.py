@@ -127,13 +127,8 @@ def one_file(
     name: str, write: Callable[..., None], options: ImportOptions = PLAIN, **how: Any
 ) -> Writer:
     """Return what writes each split to one file."""
-
-    def write_all(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
-        for split, parts in splits.items():
-            write(folder / name.format(split), joined(parts), **how)
-        return options
-
-    return write_all
+    write_all = shards(name, write, options, **how)
+    return lambda folder, made: write_all(folder, {split: [joined(made[split])] for split in made})
 
 
 def datatrove(options: ImportOptions = PLAIN, **how: Any) -> Writer:

@@ -28,22 +28,16 @@ def test_the_budget_names_every_seed() -> None:
         all_seeds((1, 2, 3, 4, 5), 4, settings=2)
 
 
-def losses_of(setting: str, seed: int) -> float:
-    """Return a last loss: of all settings alike with one seed, lower by 0.5 if clear, by noise if not."""
+def write_run(folder: Path, setting: str, seed: int) -> None:
+    """Write a last loss: of all settings alike with one seed, lower by 0.5 if clear, by noise if not."""
     rng = np.random.default_rng(seed)
     common, noise = rng.normal(4, 0.3), rng.normal(0, 0.02, 2)
-    return float(common + {"base": 0, "clear": -0.5 + noise[0] / 10, "noisy": noise[1]}[setting])
-
-
-def write_run(folder: Path, loss: float) -> None:
-    head = {"time": 1.0, "attempt": 1}
-    events = [
-        {**head, "event": "begin", "step": 0, "max_steps": 1, "world_size": 1},
-        {**head, "event": "step", "step": 1, "tokens": 64, "step_seconds": 1.0, "loss": loss},
-        {**head, "event": "eval", "step": 1, "val_loss": loss},
-    ]
+    loss = common + {"base": 0, "clear": -0.5 + noise[0] / 10, "noisy": noise[1]}[setting]
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    last = {"attempt": 1, "step": 1}
+    launch.append(folder, event="begin", attempt=1, step=0, max_steps=1, world_size=1)
+    launch.append(folder, event="step", **last, tokens=64, step_seconds=1.0, loss=loss)
+    launch.append(folder, event="eval", **last, val_loss=loss)
 
 
 def trained(
@@ -56,7 +50,7 @@ def trained(
         assert {run.name for run in before} == {path.name for path in out.iterdir()}
         rounds.append([run.name for run in new])
         for run in new:
-            write_run(run.folder, losses_of(run.setting, run.seed))
+            write_run(run.folder, run.setting, run.seed)
             if (run.setting, run.seed) == (diverges, 2):
                 status = {"state": "failed", "step": 1, "time": 1.0, "exit_code": 76}
                 (run.folder / "status.json").write_text(json.dumps(status))
