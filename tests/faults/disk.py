@@ -285,7 +285,13 @@ def unlike(run: Path, reference: dict[str, object]) -> list[str]:
         found.append(f"labels are {catalog.read_labels(run)}")
     labels, saved = catalog.read_labels(run), {path.name for path in run.glob("step_*")}
     found += [f"label {label} of no checkpoint" for label in labels if labels[label] not in saved]
-    at_end = _current_events(run)
+    at_end: list[
+        dict[str, Any]
+    ] = []  # along the line of steps that the newest weights went through
+    for event in read_events(run):
+        if event["event"] in ("begin", "resume"):
+            at_end = [earlier for earlier in at_end if earlier["step"] <= event["step"]]
+        at_end.append(event)
     for kind in ("eval", "hellaswag", "sample", "checkpoint", "done"):
         times = sum((event["event"], event["step"]) == (kind, LAST) for event in at_end)
         if times != 1:
@@ -293,13 +299,3 @@ def unlike(run: Path, reference: dict[str, object]) -> list[str]:
     # What could not be deleted is for the next start that trains; there may be none.
     left = [str(path.relative_to(run)) for path in run.glob("**/.*") if path.name[:5] != ".del-"]
     return found + ([f"left behind: {', '.join(left)}"] if left else [])
-
-
-def _current_events(run: Path) -> list[dict[str, Any]]:
-    """Return the events along the line of steps that the newest weights went through."""
-    found: list[dict[str, Any]] = []
-    for event in read_events(run):
-        if event["event"] in ("begin", "resume"):
-            found = [earlier for earlier in found if earlier["step"] <= event["step"]]
-        found.append(event)
-    return found

@@ -143,8 +143,12 @@ class Log:
                 continue
             if isinstance(op, DataOp):
                 data = op.data if op.data is None else change(number, op.data)
+                file = content[self.of[number]]
+                if op.data is None:  # the file ends there
+                    del file[op.at :]
                 if data is not None or op.data is None:
-                    _write(content[self.of[number]], op.at, data)
+                    file.extend(bytes(max(0, op.at - len(file))))
+                    file[op.at : op.at + len(data or b"")] = data or b""
                 continue
             for folder, name, stands_for in op.names:
                 if stands_for is None:
@@ -161,14 +165,6 @@ class Log:
                     yield f"{path}{name}", bytes(content[number])
 
         return dict(tree(ROOT, ""))
-
-
-def _write(content: bytearray, at: int, data: bytes | None) -> None:
-    """Write data into a file, or end the file there."""
-    if data is None:
-        del content[at:]
-    content.extend(bytes(max(0, at - len(content))))
-    content[at : at + len(data or b"")] = data or b""
 
 
 def states_after(log: Log, end: int, dice: random.Random) -> Iterator[tuple[str, Tree]]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 
 import pytest
 from harness import PACE, FaultRun
@@ -16,13 +15,9 @@ def run(run) -> FaultRun:
     return run
 
 
-def start(run: FaultRun, *more: str, fault: str) -> subprocess.Popen[str]:
-    return run.start(*more, FAULT=f"{PACE};{fault}")
-
-
 @pytest.mark.parametrize(("stage", "newest"), [("optim.safetensors", 5), ("after_rename", 10)])
 def test_row_02_killed_at_a_stage_of_an_asynchronous_save(stage, newest, run, reference):
-    process = start(run, fault=f"checkpoint.{stage}:sleep60@10")
+    process = run.start(FAULT=f"{PACE};checkpoint.{stage}:sleep60@10")
     save = "step_00000010" if newest == 10 else ".tmp-00000010-*"
     run.wait_until(process, lambda: bool(list(run.path.glob(save))), "the save of step 10")
     process.kill()
@@ -47,7 +42,8 @@ def test_row_33_the_disk_is_full_in_an_asynchronous_save(run, reference):
 
 def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
     """The save ends, then the step of the stop is saved; nothing is lost."""
-    process = start(run, "--checkpoint_freq=10", fault="checkpoint.before_rename:sleep2@10")
+    fault = f"{PACE};checkpoint.before_rename:sleep2@10"
+    process = run.start("--checkpoint_freq=10", FAULT=fault)
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "a save")
     run.wait_for(process, "step", 12)
     os.killpg(process.pid, signal.SIGINT)

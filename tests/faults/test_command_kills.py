@@ -1,13 +1,11 @@
 """Row 40: every command that writes is killed in the middle, at each of its calls, and repeated."""
 
-import contextlib
 import fcntl
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +163,13 @@ def test_export(at, tiny_data, tmp_path):
     out = tmp_path / "exports" / "run"
     killed_export([*words, f"--out={out}"], at=at)
     [leftover] = out.parent.iterdir()
-    with open_locked_folder(out.with_name(".run.0123abcd")):  # of an export that still works
-        assert call("export_hf.py", *words, f"--out={out}").returncode == 0
-        assert not leftover.exists()
-        assert {path.name for path in out.parent.iterdir()} == {"run", ".run.0123abcd"}
+    (working := out.with_name(".run.0123abcd")).mkdir()  # of an export that still works
+    descriptor = os.open(working, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert call("export_hf.py", *words, f"--out={out}").returncode == 0
+    os.close(descriptor)
+    assert not leftover.exists()
+    assert {path.name for path in out.parent.iterdir()} == {"run", working.name}
     straight = tmp_path / "elsewhere" / "run"
     assert call("export_hf.py", *words, f"--out={straight}").returncode == 0
     assert content(out) == content(straight)
@@ -190,15 +191,6 @@ def test_export_for_llama_cpp(tmp_path):
         assert call("export_hf.py", *words, f"--out={path}").returncode == 0
     assert [*out.parent.iterdir()] == [out]
     assert out.read_bytes() == straight.read_bytes()
-
-
-@contextlib.contextmanager
-def open_locked_folder(path: Path) -> Iterator[None]:
-    path.mkdir()
-    descriptor = os.open(path, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-    os.close(descriptor)
 
 
 @pytest.fixture

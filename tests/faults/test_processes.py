@@ -258,23 +258,17 @@ CGROUPS = Path("/sys/fs/cgroup")
 LIMIT = 64 << 20
 
 
-def own_group() -> tuple[Path, str]:
-    """Return the folder of this process's control group for memory, and the file of its limit."""
-    places = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        places[controllers] = path.lstrip("/")
-    if "memory" in places:  # version 1
-        return CGROUPS / "memory" / places["memory"], "memory.limit_in_bytes"
-    return CGROUPS / places.get("", ""), "memory.max"
-
-
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """Make a control group with little memory; skip where that is not allowed."""
-    group = None
+    group, places = None, {}
     try:
-        parent, limit = own_group()
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            places[controllers] = path.lstrip("/")
+        parent, limit = CGROUPS / places.get("", ""), "memory.max"
+        if "memory" in places:  # version 1
+            parent, limit = CGROUPS / "memory" / places["memory"], "memory.limit_in_bytes"
         (group := parent / f"g2l-{os.getpid()}").mkdir()
         (group / limit).write_text(str(LIMIT))
     except OSError as error:

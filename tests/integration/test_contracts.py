@@ -372,19 +372,14 @@ def test_what_is_refused_with_which_exit_code(golden, place):
 # Losses
 
 
-def numbers(place: Place, run: str) -> dict[str, float]:
-    """Return {what and at which step: its number}, the highest attempt of each step."""
+@pytest.mark.parametrize("run", ["base", "modern", "tuned"])
+def test_losses_are_those_of_before(golden, place, run):
+    """The highest attempt of each step."""
     found = {}
     for event in place.events(run):
         for key in ("loss", "grad_norm", "lr", "val_loss", "val_loss_se"):
             if key in event and event["event"] in ("step", "eval"):
                 found[f"{event['event']} {event['step']} {key}"] = event[key]
-    return found
-
-
-@pytest.mark.parametrize("run", ["base", "modern", "tuned"])
-def test_losses_are_those_of_before(golden, place, run):
-    found = numbers(place, run)
     assert found
     if UPDATE:
         golden.setdefault("losses", {})[run] = found

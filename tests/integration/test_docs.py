@@ -36,18 +36,6 @@ FOREIGN = {
 }
 
 
-def texts_of_the_program() -> list[str]:
-    """Return every text that the source can print; an f-string gives what stands between its braces."""
-    texts = []
-    for path in (REPOSITORY / "src").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-        for node in nodes:
-            if isinstance(node, ast.Constant) and node not in docstrings:
-                texts.append(str(node.value))
-    return texts
-
-
 def missing(line: str, texts: list[str]) -> list[str]:
     """Return the parts of a quoted message that no text of the program holds."""
     parts = [part.strip() for part in line.split("…")]
@@ -56,8 +44,15 @@ def missing(line: str, texts: list[str]) -> list[str]:
 
 def test_every_quoted_message_is_in_the_source():
     boxes = re.findall(r"```text\n(.*?)```", TROUBLE, flags=re.S)
-    lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
+    lines = [line for box in boxes for line in box.splitlines()]
     assert len(lines) >= 12
+    texts = []  # that the source can print; an f-string gives what stands between its braces
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and node not in docstrings:
+                texts.append(str(node.value))
     for line in lines:
         assert not missing(line, texts), line
         assert max(len(part) for part in line.split("…")) > 10, line  # enough to search for

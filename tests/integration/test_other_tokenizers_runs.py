@@ -196,19 +196,15 @@ def test_a_resume_with_other_data_is_refused(folder, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     for data in ("bytes", "unknown"):
         if data == "unknown":
-            write_unknown(folder / "bytes", folder / data)
+            shutil.rmtree(folder / data, ignore_errors=True)
+            shutil.copytree(folder / "bytes", folder / data)
+            edit(folder / data, lambda m: m.update(tokenizer={"name": "unknown", "sha256": None}))
         with pytest.raises(DataError, match=r"but a was trained with bpe-300, 300 ids") as error:
             pretrain(parse([*resume, f"--data_dir={folder / data}"]))
         assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
     pretrain(parse([*resume, f"--data_dir={folder / 'data'}"]))  # its own
     assert max(launch.steps(tmp_path / "runs" / "a")) == 6
-
-
-def write_unknown(source: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(source, folder)
-    edit(folder, lambda manifest: manifest.update(tokenizer={"name": "unknown", "sha256": None}))
 
 
 def test_weights_are_not_used_on_other_ids(folder, tmp_path):

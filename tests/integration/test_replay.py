@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from gpt2lab.errors import NonFiniteError
 from gpt2lab.lab.why_spike import largest_spike
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
-from tiny import edit_json, parse, pretrain
+from tiny import TINY, edit_json, parse, pretrain
 from whole_run import reseal
 
 T, S, LAST = 64, 8, 24
@@ -38,18 +37,13 @@ def document(number: int, topic: str = "river") -> str:
     )
 
 
-def texts(swapped: int | None = None) -> list[str]:
-    return [document(n, "ocean" if n == swapped else "river") for n in range(1, 90)]
-
-
 def flags_of(folder: Path, name: str, data: str, *more: str) -> list[str]:
     return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=32", f"--context_length={T}", "--vocab_size=257"),
+        *(*TINY, "--n_layer=1", f"--context_length={T}", "--vocab_size=257", "--val_tokens=640"),
         *(f"--total_batch_size={T * S}", "--mini_batch_size=4", f"--max_steps={LAST}"),
-        *("--eval_freq=0", "--val_tokens=640", "--sample_freq=0", "--checkpoint_freq=4"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--max_lr=0.01", "--grad_clip=0"),
-        *("--epoch_checkpoints=off", f"--data_dir={folder / data}", f"--run_name={name}"),
-        *(f"--checkpoint_dir={folder / 'runs'}", *more),
+        *("--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=4", "--max_lr=0.01"),
+        *("--grad_clip=0", "--epoch_checkpoints=off", f"--data_dir={folder / data}"),
+        *(f"--run_name={name}", f"--checkpoint_dir={folder / 'runs'}", *more),
     ]
 
 
@@ -91,7 +85,8 @@ def place(tmp_path_factory) -> Path:
     """Return a folder with the data and runs of all tests; treat as read-only."""
     folder = tmp_path_factory.mktemp("replays")
     for name, swapped in (("clean", None), ("swapped", SWAPPED)):
-        source = write_jsonl(folder / f"{name}.jsonl", texts(swapped))
+        texts = [document(n, "ocean" if n == swapped else "river") for n in range(1, 90)]
+        source = write_jsonl(folder / f"{name}.jsonl", texts)
         run_prepare(source, folder / name, val_tokens=700, tokenizer=BYTES)
     shutil.copytree(folder / "clean", folder / "poisoned")
     poison(folder / "poisoned")
@@ -451,14 +446,9 @@ def test_a_rate_changed_at_a_resume_is_named_at_its_step(own):
     assert "bitwise as logged" in call("replay", own, "clean", "--steps=10")
 
 
-@pytest.fixture
-def one_thread_again() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.mark.slow
-def test_another_number_of_threads_is_named(own, one_thread_again):
+def test_another_number_of_threads_is_named(own, request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     wide = ("--n_embd=128", "--stop_after_steps=8")
     train(own, "one", "clean", *wide)
     torch.set_num_threads(2)

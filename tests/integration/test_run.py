@@ -45,15 +45,13 @@ def test_every_update_has_one_step_line_with_numbers_that_fit_together(straight)
     assert set(epochs.values()) == {0, 1}
 
 
-def windows_of(shard: int) -> np.ndarray:
-    """Return a training shard's windows (n, T + 1), cut here a second time."""
-    tokens = make_tokens(TRAIN_SHARDS[shard], seed=1000 * len("train") + shard)
-    return np.stack([tokens[k * T : k * T + T + 1] for k in range(WINDOWS[shard])])
-
-
 def hashes(order_of_epoch_1: tuple[int, ...]) -> dict[int, str]:
-    shards = [*range(len(TRAIN_SHARDS)), *order_of_epoch_1]
-    samples = np.concatenate([windows_of(shard) for shard in shards])
+    """Return the hashes of batches of windows (n, T + 1) that are cut here a second time."""
+    windows = []
+    for shard in (*range(len(TRAIN_SHARDS)), *order_of_epoch_1):
+        tokens = make_tokens(TRAIN_SHARDS[shard], seed=1000 * len("train") + shard)
+        windows += [tokens[k * T : k * T + T + 1] for k in range(WINDOWS[shard])]
+    samples = np.stack(windows)
     batches = {n: samples[(n - 1) * S : n * S].astype("<u2") for n in range(1, LAST + 1)}
     return {n: hashlib.sha256(batch.tobytes()).hexdigest() for n, batch in batches.items()}
 

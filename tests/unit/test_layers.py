@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +39,7 @@ LATE.add("commands.dry_run")
 COMPUTING = {"commands.preflight"}
 # Before the layers: the API, whose names are imported when they are used, and the entry points.
 ENTRANCES = {"", "__main__", "train", "finetune"}
-HEAVY = {"torch", "datasets", "huggingface_hub", "matplotlib", "transformers"}
-HEAVY.add("pandas")
+HEAVY = {"torch", "datasets", "huggingface_hub", "matplotlib", "transformers", "pandas"}
 
 
 def module_name(path: Path) -> str:
@@ -95,14 +93,6 @@ def needs(module: str, *, at_top_level: bool = False) -> set[str]:
     return {found for name in names if (found := own_module(name)) is not None}
 
 
-def others(module: str, *, at_top_level: bool = False) -> set[str]:
-    names = imported_names(FILES[module].read_text(), at_top_level=at_top_level)
-    ours = {"gpt2lab", "__future__", *sys.stdlib_module_names}
-    # safetensors itself takes 10 ms; its module for torch brings torch.
-    names = {name.replace("safetensors.torch", "torch") for name in names}
-    return {name.split(".")[0] for name in names} - ours
-
-
 def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | None:
     """Return a chain of imports from a module to a heavy package, None if there is none."""
     ways, waiting = {module: [module]}, [module]
@@ -110,7 +100,10 @@ def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | N
         here = waiting.pop()
         # An entrance imports the rest when it is asked for.
         at_once = at_top_level or here in ENTRANCES
-        if found := others(here, at_top_level=at_once) & heavy:
+        names = imported_names(FILES[here].read_text(), at_top_level=at_once)
+        # safetensors itself takes 10 ms; its module for torch brings torch.
+        packages = {name.replace("safetensors.torch", "torch").split(".")[0] for name in names}
+        if found := packages & heavy:
             return [*ways[here], *found]
         for there in needs(here, at_top_level=at_once) - set(ways):
             ways[there] = [*ways[here], there]

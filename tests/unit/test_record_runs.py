@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ RECORDING: dict[str, Any] = {
 }
 
 
-def compared(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> int:
-    """Compare the recording with a changed one and return the exit code."""
-    changed = copy.deepcopy(RECORDING)
-    change(changed["plain"])
-    for name, recording in (("a", RECORDING), ("b", changed)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(recording))
-    return record_runs.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
-
-
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -39,7 +29,12 @@ def compared(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> int:
     ],
 )
 def test_a_planted_difference_is_one_line(change, place, tmp_path, capsys):
-    assert compared(tmp_path, change) == 1
+    changed = copy.deepcopy(RECORDING)
+    change(changed["plain"])
+    files = [str(tmp_path / f"{name}.json") for name in "ab"]
+    for file, recording in zip(files, (RECORDING, changed), strict=True):
+        Path(file).write_text(json.dumps(recording))
+    assert record_runs.main(["--compare", *files]) == 1
     line, summary = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{place}: ")
     assert summary == "1 runs, 1 differences"

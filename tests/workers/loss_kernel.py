@@ -13,11 +13,9 @@ from gpt2lab.model import loss_kernel as kernel
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import cross_entropy_sum
 
-pytestmark = pytest.mark.usefixtures("interpreted")
 
-
-@pytest.fixture
-def interpreted(monkeypatch):
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
     monkeypatch.setattr(library, "wrap_triton", lambda kernel: kernel)
 
 

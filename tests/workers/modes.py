@@ -177,7 +177,9 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
             # So few weights are one message.
             assert traffic.calls == ({"all_gather": 1} if "fsdp" in mode else {})
             assert type(model) is GPT
-            compare({name: p.cpu() for name, p in model.named_parameters()}, content_of(here))
+            weights = here.weights()
+            content = {name: weights[name] for name, _ in here.model.named_parameters()}
+            compare({name: p.cpu() for name, p in model.named_parameters()}, content)
         assert store.has_sharded_state(here.model, here.optimizers)
         held = sum(
             (value.to_local() if hasattr(value, "to_local") else value).numel()
@@ -209,11 +211,6 @@ def check_traffic(trained: Trained, optimizer: str) -> None:
         numbers += 4 * count_rows(CONFIG)
     sent = {"reduce_scatter": padded, "all_gather": padded, "all_reduce": numbers}
     assert dict(traffic.bytes) == sent, traffic.bytes
-
-
-def content_of(trained: Trained) -> dict[str, torch.Tensor]:
-    weights = trained.weights()
-    return {name: weights[name] for name, _ in trained.model.named_parameters()}
 
 
 if __name__ == "__main__":

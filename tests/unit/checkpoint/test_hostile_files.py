@@ -57,10 +57,6 @@ def run(two, tmp_path) -> Run:
     return copied(two, tmp_path / "runs")
 
 
-def text_of(content: Any) -> str:
-    return re.sub(f'"{RAW}([^"]*)"', r"\1", json.dumps(content))
-
-
 def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
     """Replace (or remove, if it is `...`) one value of a file, and make the hashes hold again."""
     folder = run.path / STEP if file in ("manifest.json", "state.json") else run.path
@@ -74,7 +70,8 @@ def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
         inside[place[-1]] = copy.deepcopy(value)
     if "manifest_sha256" in content:
         content["manifest_sha256"] = manifest._hash_of(content)
-    (folder / file).write_text(text := text_of(content))
+    text = re.sub(f'"{RAW}([^"]*)"', r"\1", json.dumps(content))
+    (folder / file).write_text(text)
     if file == "state.json":
         known = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         reseal(folder, lambda listed: listed["files"].update({file: known}))

@@ -42,20 +42,13 @@ def visited(order: Order, epoch: int) -> list[Place]:
     return list(zip(shards.tolist(), offsets.tolist(), strict=True))
 
 
-def walk(tokens: int, context: int) -> list[int]:
-    """Return the offsets of a shard's windows, found by sliding until the T + 1 tokens do not fit."""
-    offsets, at = [], 0
-    while at + context + 1 <= tokens:
-        offsets.append(at)
-        at += context
-    return offsets
-
-
 def reference_epoch(
     sizes: list[int], context: int, shuffle: Shuffle, seed: int, epoch: int, rounds: int = 8
 ) -> list[Place]:
     """Write an epoch down window by window, with plain Python integers."""
-    disk = [(shard, at) for shard, size in enumerate(sizes) for at in walk(size, context)]
+    # A window of T + 1 tokens fits while at + context < size.
+    starts = [range(0, size - context, context) for size in sizes]
+    disk = [(shard, at) for shard, of_shard in enumerate(starts) for at in of_shard]
     if shuffle == "windows":
         return [disk[reference_place(i, len(disk), seed, epoch, rounds)] for i in range(len(disk))]
     shards = list(range(len(sizes)))

@@ -20,28 +20,27 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.evaluation.results import Results
-from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.gpt import build_model
 from gpt2lab.tokenizers.gpt2 import GPT2
 from one_process import Alone
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-def model_of(description: dict[str, Any]) -> GPT:
-    """Build the model that run_lm_eval.py built, with padding rows that must not count."""
-    shape = {name: description[name] for name in ("n_layer", "n_head", "n_embd", "context_length")}
-    model = build_model(ModelConfig(**shape), seed=description["seed"], device=torch.device("cpu"))
-    with torch.no_grad():
-        model.wte.weight *= description["gain"]
-        model.wte.weight[50257:] = 100.0
-    return model
-
-
 def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int], Results]:
-    """Return the largest relative difference of a log-likelihood, the decisions that differ, and our results."""
-    questions, length = load_questions(items, GPT2), answer["model"]["context_length"]
+    """Return the largest relative difference of a log-likelihood, the decisions that differ, and our results.
+
+    The model is the one that run_lm_eval.py built, with padding rows that must not count.
+    """
+    built = answer["model"]
+    shape = {name: built[name] for name in ("n_layer", "n_head", "n_embd", "context_length")}
+    model = build_model(ModelConfig(**shape), seed=built["seed"], device=torch.device("cpu"))
+    with torch.no_grad():
+        model.wte.weight *= built["gain"]
+        model.wte.weight[50257:] = 100.0
+    questions, length = load_questions(items, GPT2), built["context_length"]
     scorer = HellaSwag(questions, context_length=length, strategy=Alone("fp32"))
-    ours = scorer.measure(model_of(answer["model"]))
+    ours = scorer.measure(model)
     theirs = np.array([item["nats"] for item in answer["items"]])
     difference = np.abs(ours.details["harness_nats"] - theirs) / np.abs(theirs)
     metrics = ("acc", "acc_norm")

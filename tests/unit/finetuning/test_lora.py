@@ -127,16 +127,6 @@ def test_the_commands_see_the_merged_weights(folder, tmp_path):
         assert torch.equal(again[name], base[name][: len(again[name])]) == (not tuned)
 
 
-def without_padding(model: GPT) -> GPT:
-    """Return the model with the 50257 real rows alone: transformers' softmax knows no others."""
-    cut = empty_model(dataclasses.replace(model.config, vocab_size=NUM_TOKENS))
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in cut.named_parameters():
-            parameter.copy_(parameters[name][: len(parameter)])
-    return cut
-
-
 def batches(folder: Path, steps: int) -> list[GlobalBatch]:
     rows, plan = rows_of(folder, "off")["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
     loader = RowLoader(order_of(rows), rows, plan, rank=0, device=torch.device("cpu"))
@@ -151,7 +141,12 @@ def test_losses_are_those_of_peft(folder):
 
     works_with("peft", version("peft"), "20 LoRA steps: same losses, same adapters")
     rate, steps = 5e-2, batches(folder, 20)
-    model = without_padding(load(folder))
+    padded = load(folder)  # transformers' softmax knows the 50257 real rows alone
+    model = empty_model(dataclasses.replace(padded.config, vocab_size=NUM_TOKENS))
+    parameters = dict(padded.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name][: len(parameter)])
     add_lora(model, TUNING)
     init_adapters(model, seed=1)
     config = peft.LoraConfig(

@@ -27,7 +27,7 @@ from gpt2lab.finetuning.recipe import FineTuning
 from gpt2lab.lab import explain as explaining
 from gpt2lab.lab import token_groups, token_losses
 from gpt2lab.lab.explain import explain, explain_losses, sentence
-from gpt2lab.lab.stats import Estimates, GroupMeans, Sums, estimate_groups
+from gpt2lab.lab.stats import Estimates, Sums, estimate_groups
 from gpt2lab.lab.token_losses import TokenLosses, find_token_losses, read_token_losses
 from gpt2lab.report import plots
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -358,12 +358,6 @@ def test_errors_are_those_of_the_jackknife_over_documents() -> None:
     assert np.isnan(single.part.se).all()
 
 
-def inside(found: GroupMeans, name: str, truth: GroupMeans) -> np.ndarray:
-    one: Estimates = getattr(found, name)
-    margin = special.stdtrit(one.degrees, 0.975) * one.se
-    return np.abs(one.value - getattr(truth, name).value) < margin
-
-
 @pytest.mark.parametrize(
     ("seed", "counts", "shares", "times", "rate"),
     [
@@ -385,7 +379,9 @@ def test_true_parts_lie_in_two_errors_as_often_as_they_should(seed, counts, shar
         sources = [documents(rng, count, effects) for count in counts]
         found = estimate_groups(sources, shares)
         for name, found_inside in hits.items():
-            found_inside.append(inside(found, name, truth))
+            one: Estimates = getattr(found, name)
+            margin = special.stdtrit(one.degrees, 0.975) * one.se
+            found_inside.append(np.abs(one.value - getattr(truth, name).value) < margin)
         by_token = 0.32 / np.sqrt(sources[0].tokens.sum(axis=0))
         naive.append(np.abs(found.mean.value - truth.mean.value) < 2 * by_token)
     for name, found_inside in hits.items():

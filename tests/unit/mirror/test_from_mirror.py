@@ -94,13 +94,6 @@ def test_a_clock_that_goes_back_hides_no_step(here, there, monkeypatch):
     assert [event["from_step"] for event in there.events("resume")] == [4]
 
 
-def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
-    """Return events of which each was written an hour before the one that precedes it, by the clock."""
-    names = ("event", "attempt", "step")
-    lines = [dict(zip(names, event, strict=True)) for event in events]
-    return [line | {"time": 2e9 - 3600 * place} for place, line in enumerate(lines)]
-
-
 @pytest.mark.parametrize(
     ("events", "is_behind"),
     [
@@ -112,8 +105,13 @@ def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
     ],
 )
 def test_a_copy_is_left_behind_by_the_order_of_the_log(events, is_behind):
+    """Each was written an hour before the one that precedes it, by the clock."""
     copy = Copy("step_00000010-12345678", {"step": 10, "attempt": 1, "created": 1e9})
-    assert _is_left_behind(copy, log_of(*events)) is is_behind
+    log = [
+        {"event": event, "attempt": attempt, "step": step, "time": 2e9 - 3600 * place}
+        for place, (event, attempt, step) in enumerate(events)
+    ]
+    assert _is_left_behind(copy, log) is is_behind
 
 
 def test_a_damaged_newest_copy_is_passed_over_with_a_warning(mirrored, there, bucket):

@@ -4,7 +4,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,15 +130,11 @@ def test_the_loss_kernel_of_gpus_is_cross_entropy():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture
-def precision_again() -> Iterator[None]:
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
-@pytest.mark.usefixtures("precision_again")
-def test_fast_fp32_products_are_fp32_and_those_that_round_to_bf16_are_turned_back(monkeypatch):
+def test_fast_fp32_products_are_fp32_and_those_that_round_to_bf16_are_turned_back(
+    monkeypatch, request
+):
     """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
     taken = runtime.use_fast_fp32_matmul()
     assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
     a = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))

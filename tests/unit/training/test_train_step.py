@@ -63,14 +63,6 @@ class KeepsGradients(torch.optim.SGD):
         self.seen = {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
 
-def log_softmax_reference(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return each target's loss in float64; 0 where the target is -1."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    log_chances = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    chosen = np.take_along_axis(log_chances, np.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    return np.where(targets == -1, 0.0, -chosen)
-
-
 @pytest.fixture
 def scored() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
@@ -85,9 +77,13 @@ def scored() -> tuple[torch.Tensor, torch.Tensor]:
 def test_loss_is_that_of_a_reference_and_float32_also_under_autocast(
     scored, logits_dtype, autocast
 ):
-    """Targets of -1 are skipped."""
+    """The reference is in float64. Targets of -1 are skipped."""
     logits, targets = scored[0].to(logits_dtype), scored[1]
-    expected = log_softmax_reference(logits.double().numpy(), targets.numpy())
+    scores, places = logits.double().numpy(), targets.numpy()
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    log_chances = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    chosen = np.take_along_axis(log_chances, np.maximum(places, 0)[..., None], axis=-1)[..., 0]
+    expected = np.where(places == -1, 0.0, -chosen)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         total, each = cross_entropy_sum(logits, targets), token_losses(logits, targets)
     assert total.dtype == each.dtype == torch.float32
@@ -170,20 +166,16 @@ def line_batch(seed: int, *, scale: float = 1.0) -> GlobalBatch:
     return GlobalBatch((MicroBatch(inputs, targets, 0, True),), 4, 0, 0, 4, None, 0.0)
 
 
-def line_gradients(
-    matrix: np.ndarray, vector: np.ndarray, batch: GlobalBatch
-) -> tuple[np.ndarray, np.ndarray]:
-    inputs = batch.micro_batches[0].tokens.double().numpy()
-    error = inputs @ matrix.T + vector - batch.micro_batches[0].targets.double().numpy()
-    return 2 * error.T @ inputs / batch.num_targets, 2 * error.sum(axis=0) / batch.num_targets
-
-
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(0.5, True), (1e6, False), (0.0, False)])
 def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(strategy, grad_clip, clipped):
     net = Line()
     keeper, batch = KeepsGradients(net), line_batch(1, scale=10.0)
-    arrays = (one.detach().double().numpy() for one in (net.matrix, net.vector))
-    matrix, vector = line_gradients(*arrays, batch)
+    (micro,) = batch.micro_batches
+    used = (net.matrix, net.vector, micro.tokens, micro.targets)
+    weights, bias, inputs, targets = (one.detach().double().numpy() for one in used)
+    error = inputs @ weights.T + bias - targets
+    matrix = 2 * error.T @ inputs / batch.num_targets
+    vector = 2 * error.sum(axis=0) / batch.num_targets
     before = math.sqrt((matrix**2).sum() + (vector**2).sum())
     assert before > 1.0
     stats = train_step(net, [keeper], batch, 0.1, strategy=strategy, grad_clip=grad_clip, seed=1)
