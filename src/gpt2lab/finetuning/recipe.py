@@ -14,7 +14,7 @@ from gpt2lab.finetuning.rows import InstructionData, open_instructions
 from gpt2lab.model.counts import check_lora_targets
 from gpt2lab.tokenizers.chat_template import as_prompt, prompt_ids
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.training.recipe import PRETRAINING, Batches
+from gpt2lab.training.recipe import Batches, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +27,7 @@ _ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and 
 _SMALL = 20_000  # tokens a step of pretraining
 
 
-class FineTuning:
+class FineTuning(Recipe):
     """Next-token prediction on the answers of conversations."""
 
     def defaults(self, request: RunRequest, config: Config) -> Config:
@@ -100,7 +100,7 @@ class FineTuning:
         from gpt2lab.model.lora import add_lora, init_adapters
 
         config = start.config
-        model = PRETRAINING.build_model(start, runtime)
+        model = super().build_model(start, runtime)
         if config.tuning.lora_r:
             add_lora(model, config.tuning)
             init_adapters(model, seed=config.data.seed)

@@ -1,6 +1,6 @@
 """What one kind of training decides itself; everything else of a run is the same for every kind.
 
-To add a recipe, write a class with these five methods and hand an instance to `pretrain`. Whatever builds tensors
+To add a recipe, override what differs of these five methods and hand an instance to `pretrain`. Whatever builds tensors
 imports torch inside the method, so that `--dry_run` and a rejected command line do not wait for it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.mixture import read_sources
@@ -39,42 +39,14 @@ class Batches:
     prompt_ids: Callable[[str, Tokenizer], list[int]] | None = None  # default the text's own
 
 
-class Recipe(Protocol):
-    """The five decisions of a kind of training."""
+class Recipe:
+    """Next-token prediction on windows of token shards; another kind of training overrides what differs."""
 
     def defaults(self, request: RunRequest, config: Config) -> Config:
-        """Return the settings of a fresh start where nothing was chosen.
+        """Return the settings of a fresh start where nothing was chosen: a vocabulary that suits the data's tokenizer.
 
         Raises: ConfigError if something that this recipe needs is missing.
         """
-
-    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
-        """Open what the run trains on; `tokenizer`: of the weights it begins with, None for random or unknown ones.
-
-        Raises: DataError, ConfigError.
-        """
-
-    def build_model(self, start: Start, runtime: Runtime) -> GPT:
-        """Build the model with its first weights, before the run has a folder: their source may be damaged.
-
-        Raises: CheckpointError, ConfigError on all ranks.
-        """
-
-    def open_batches(self, start: Start, runtime: Runtime) -> Batches:
-        """Return the batches to train on and the loss to validate with.
-
-        Raises: DataError.
-        """
-
-    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
-        """Return the module whose forward takes token ids and targets, both (B, T), and returns the summed loss, ()."""
-
-
-class Pretraining:
-    """Next-token prediction on windows of token shards."""
-
-    def defaults(self, request: RunRequest, config: Config) -> Config:
-        """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
         if config.init.init_from is not None or "num_tokens" in request.chosen:
             return config
         tokenizer = tokenizer_of(read_sources(config.data).folders[0])
@@ -82,11 +54,21 @@ class Pretraining:
         return fit_vocabulary(config, num_tokens, is_typed="vocab_size" in request.chosen)
 
     def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
-        """Open the folders of token shards."""
+        """Open what the run trains on, here the folders of token shards.
+
+        `tokenizer`: of the weights it begins with, None for random or unknown ones.
+
+        Raises: DataError, ConfigError.
+        """
         return open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
 
     def build_model(self, start: Start, runtime: Runtime) -> GPT:
-        """Build the model with random weights, or with those of --init_from."""
+        """Build the model with random weights, or with those of --init_from, whose source may be damaged.
+
+        The run has no folder yet.
+
+        Raises: CheckpointError, ConfigError on all ranks.
+        """
         from gpt2lab.model.gpt import build_model
         from gpt2lab.runs.weights import load_initial
 
@@ -98,7 +80,10 @@ class Pretraining:
         return model
 
     def open_batches(self, start: Start, runtime: Runtime) -> Batches:
-        """Return the windows of the run's shards."""
+        """Return the batches to train on, here windows of the run's shards, and the loss to validate with.
+
+        Raises: DataError.
+        """
         from gpt2lab.data.loader import Loader
         from gpt2lab.data.windows import WindowReader
         from gpt2lab.evaluation.validation import open_validation
@@ -122,8 +107,8 @@ class Pretraining:
         )
 
     def to_train(self, model: GPT, data: TokenData) -> nn.Module:
-        """Return the model itself."""
+        """Return the module, here the model, that maps token ids and targets, both (B, T), to the summed loss, ()."""
         return model
 
 
-PRETRAINING = Pretraining()
+PRETRAINING = Recipe()
