@@ -91,7 +91,6 @@ def run(
     """
     from gpt2lab.evaluation.request import require_gpu
     from gpt2lab.interop.core import open_core
-    from gpt2lab.training.extension import Extensions
     from gpt2lab.training.resolve import resolve, resolve_to_train
 
     surroundings, start = extensions(), None
@@ -106,7 +105,7 @@ def run(
                 recipe,
                 world_size=1,
                 planner=planner,
-                extensions=Extensions(surroundings, warn=print),
+                extensions=surroundings,
                 open_core=open_core,
             )
             require_gpu(start.config.system.device)

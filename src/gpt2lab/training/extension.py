@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, SystemConfig
 from gpt2lab.errors import first_line
+from gpt2lab.runs.console import say
 from gpt2lab.training.plan import Plan
 from gpt2lab.training.start import Start
 
@@ -75,15 +76,9 @@ class Extension:
 class Extensions:
     """Several extensions as one: each is left out after its first failure."""
 
-    def __init__(self, extensions: Iterable[Extension], warn: Callable[[str], None]) -> None:
-        """`warn` shows a failure before the run has a log."""
+    def __init__(self, extensions: Iterable[Extension]) -> None:
         self._active = list(extensions)
-        self._warn: Callable[[str], None] = warn
-
-    def requested(self, request: RunRequest) -> None:
-        """Raises: GPT2LabError if an extension rejects the start."""
-        for extension in self._active:
-            extension.requested(request)
+        self._warn: Callable[[str], None] = lambda text: say(f"warning: {text}")
 
     def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
         """See Extension."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +67,7 @@ def pretrain(
     request: RunRequest,
     *,
     recipe: Recipe = PRETRAINING,
-    extensions: Iterable[Extension] = (),
+    extensions: Sequence[Extension] = (),
     planner: Planner | None = None,
     open_core: Callable[[Start], Benchmark | None] = lambda start: None,
     start: Start | None = None,
@@ -91,11 +90,11 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    observers = Extensions(extensions, warn=_warn)
+    observers = Extensions(extensions)
     folder: RunFolder | None = None
     try:
         runtime = _join(request)
-        start = start or _resolve(request, recipe, runtime, planner, observers, open_core)
+        start = start or _resolve(request, recipe, runtime, planner, extensions, open_core)
         if start.is_complete:
             if runtime.rank == 0:
                 print(
@@ -130,10 +129,6 @@ def pretrain(
     runtime.close()
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def _join(request: RunRequest) -> Runtime:
     """Join the other ranks. A rank that waits long says so: ranks that people start by hand may never come."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -156,7 +151,7 @@ def _resolve(
     recipe: Recipe,
     runtime: Runtime,
     planner: Planner | None,
-    extensions: Extensions,
+    extensions: Sequence[Extension],
     open_core: Callable[[Start], Benchmark | None],
 ) -> Start:
     """Have rank 0 decide what this start does; it gets each rank's free memory."""
@@ -250,7 +245,7 @@ def _train(
     """Train, and record how the start ended."""
     start, runtime = components.start, components.runtime
     if not folder:  # extensions observe rank 0
-        extensions = Extensions((), warn=_warn)
+        extensions = Extensions(())
     logger = MetricsLogger(
         start.run_dir if folder else None, attempt=start.attempt, recorded=extensions.recorded
     )

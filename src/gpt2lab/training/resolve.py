@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.target import tokenizer_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
-from gpt2lab.training.extension import Extensions, Planner
+from gpt2lab.training.extension import Extension, Planner
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.locate import Place, fresh_folder, locate
 from gpt2lab.training.plan import Plan, find_repeats, make_plan
@@ -86,15 +86,15 @@ def resolve_to_train(
     *,
     world_size: int,
     planner: Planner | None = None,
-    extensions: Extensions | None = None,
+    extensions: Sequence[Extension] = (),
     open_core: Callable[[Start], Benchmark | None] = lambda start: None,
 ) -> Start:
     """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
 
     `open_core` reads the tasks of --core. Raises: ConfigError, DataError, CheckpointError.
     """
-    if extensions is not None:
-        extensions.requested(request)
+    for extension in extensions:
+        extension.requested(request)
     start = resolve(request, recipe, world_size=world_size, set_aside=True, planner=planner)
     return with_hellaswag(dataclasses.replace(start, core=open_core(start)))
 
