@@ -66,7 +66,7 @@ class RunFolder:
             ) from error
         catalog.sweep(path)
         self._write_holder()
-        self._place = _device_and_inode(os.stat(path))
+        self._place = os.stat(path)
 
     def _write_holder(self) -> None:
         """Write into the lock who holds it, and remember which file it is."""
@@ -74,7 +74,7 @@ class RunFolder:
             os.ftruncate(self._lock.fileno(), 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._lock.fileno(), holder.encode())
-        self._locked = _device_and_inode(os.fstat(self._lock.fileno()))
+        self._locked = os.fstat(self._lock.fileno())
 
     def check_lock(self) -> str | None:
         """Check that this process still holds the folder's lock; return a warning if a deleted lock was made again.
@@ -86,7 +86,7 @@ class RunFolder:
         """
         path = self.path / LOCK
         try:
-            if _device_and_inode(os.stat(path)) == self._locked:
+            if os.path.samestat(os.stat(path), self._locked):
                 return None
         except (FileNotFoundError, NotADirectoryError):
             self._lock_again(path)
@@ -100,13 +100,13 @@ class RunFolder:
 
     def require_lock(self) -> None:
         """Raises: OSError if the lock's file is gone or another; `check_lock` says what to do, in the main thread."""
-        if _device_and_inode(os.stat(self.path / LOCK)) != self._locked:
+        if not os.path.samestat(os.stat(self.path / LOCK), self._locked):
             raise OSError(f"{self.path / LOCK} is another file")
 
     def _lock_again(self, path: Path) -> None:
         again: IO[str] | None = None
         try:
-            if _device_and_inode(os.stat(self.path)) != self._place:
+            if not os.path.samestat(os.stat(self.path), self._place):
                 raise FileNotFoundError
             # Exclusively: an existing file would be that of another start, also of one that has ended.
             again = open(path, "x+", opener=regular)  # noqa: SIM115
@@ -218,10 +218,6 @@ def holder_of(run_dir: Path) -> str | None:
     except OSError:
         pass
     return None
-
-
-def _device_and_inode(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
 
 
 def provenance(torch_version: str) -> dict[str, Any]:
