@@ -32,9 +32,11 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/gpt2lab-tests-
 # Each has one thread, so that tests do not take the cores from each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell starts its background jobs with SIGINT ignored, and programs that the tests interrupt would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts its background jobs with SIGINT ignored, `nohup` with SIGHUP; programs that the tests start would
+# inherit that.
+for number, plain in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, plain)
 
 loopback.guard()
 os.environ["HF_HUB_OFFLINE"] = "1"  # nor do programs that the tests start ask the Hugging Face Hub
