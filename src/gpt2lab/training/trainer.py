@@ -229,6 +229,7 @@ class Trainer:
         # The start before may have been killed before it could stop for this.
         if self.evaluator.is_over(self.state) and not self.start.branch:
             self.control.own_reason = "early stopping"
+            self.logger.say("a larger --early_stopping_patience, or 0, trains on")
         self.saver.complete(self.state, self.saves.labels(), is_recorded="checkpoint" in recorded)
 
     # -- the end -------------------------------------------------------------------------------------------------
