@@ -1,5 +1,6 @@
 """`--gpus 2` beside torchrun: the run ends alike; our launcher adds the exit code, and the cause as its last line."""
 
+import os
 import signal
 from dataclasses import dataclass
 
@@ -66,3 +67,17 @@ def test_both_launchers_end_a_run_alike(name, launcher, run: FaultRun):
         last = run.errors().splitlines()[-1:]
         assert last == [] if case.line == "" else last[0].startswith(case.line), run.errors()
         assert "torch.distributed" not in run.errors()
+
+
+def test_a_run_under_nohup_outlives_its_terminal(run: FaultRun):
+    """A terminal that closes sends SIGHUP to all its processes; `nohup` has them ignore it."""
+    run.flags = NO_ROLLING
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is started now inherits that
+    process = run.start("--gpus=2", FAULT=PACE)
+    signal.signal(signal.SIGHUP, usual)
+    run.wait_for(process, "step", 6)
+    for pid in (process.pid, *run.workers(process).values()):
+        os.kill(pid, signal.SIGHUP)
+    run.wait_for(process, "step", 9)
+    assert run.stop(process) == 0, run.errors()
+    assert (run.status()["state"], run.status()["reason"]) == ("stopped", "SIGTERM")
