@@ -191,7 +191,7 @@ def _prompts(body: dict[str, Any], completer: Completer, *, is_chat: bool) -> li
     def encode(text: str) -> list[int]:
         if len(text) > longest:
             raise _too_long("the prompt is too long", context, param)
-        return completer.ids_of(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return completer.ids_of(text)
 
     try:
         if is_chat:

@@ -222,7 +222,7 @@ def _with_special_tokens_as_text(content: str) -> str:
     """Return a tokenizer.json in which the text of a special token is no piece of a Unigram model."""
     values = json.loads(content)
     model = values["model"]
-    special = {one["content"] for one in values.get("added_tokens") or () if one["special"]}
+    special = {one["content"] for one in values.get("added_tokens") or () if one.get("special")}
     if model.get("type") != "Unigram" or not special:
         return content
     model["vocab"] = [[piece, _NEVER if piece in special else p] for piece, p in model["vocab"]]
