@@ -23,9 +23,8 @@ from gpt2lab.model.gpt import GPT, evaluating
 from gpt2lab.runs.console import counted
 
 MOST_TOKENS = 256  # of an answer
-_UNSPACED = re.compile(
-    "([\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff])"
-)  # Thai to Chinese
+# Thai and Lao, Khmer, Japanese, Chinese: written without spaces between words.
+_UNSPACED = re.compile("([\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff])")
 
 
 class AnswerLoss:
