@@ -47,9 +47,7 @@ class Ceilings:
     fresh_memory: float | None  # bytes/s of first touches, CPU only
     # Forward and backward in bf16, dense count, at the size's own shape; None as above.
     attention_sdpa: float | None  # FLOP/s
-    attention_by_kernel: dict[
-        str, float | None
-    ]  # the same of each of a GPU's kernels, None: cannot
+    attention_by_kernel: dict[str, float | None]  # each of a GPU's kernels; None: cannot run it
     cudnn: int | None
     device_name: str
     torch_version: str

@@ -212,10 +212,8 @@ def tests(bench: Bench) -> dict[str, Any]:
         report = bench.folder / f"{kind}.xml"
         words = ["-m", "pytest", "-m", "gpu", "tests/gpu/test_gpu.py", "-k", wanted, "-q"]
         words += [f"-n{workers()}", "--dist=worksteal", "-p", "no:cacheprovider"]
-        words += [
-            "-p",
-            "no:benchmark",
-        ]  # where installed, it warns of workers, which ends the tests
+        # Where pytest-benchmark is installed, it warns of workers, which ends the tests.
+        words += ["-p", "no:benchmark"]
         limit = f"--session-timeout={max(1, bench.left - 30):.0f}"  # ends after a test
         late = ""
         try:
@@ -372,10 +370,8 @@ def cards(bench: Bench) -> dict[str, Any]:
     """Train with several ranks in each mode, time an all-reduce, and kill one rank: is the step before saved?"""
     if bench.gpus < 2:
         raise _SkippedError("one card")
-    world, found = (
-        2 ** (bench.gpus.bit_length() - 1),
-        dict[str, Any](),
-    )  # ranks that share a step evenly
+    world = 2 ** (bench.gpus.bit_length() - 1)  # ranks that share a step evenly
+    found: dict[str, Any] = {}
     size = bench.size
     micro = min(size.mini_batch_size, size.mini_batch_size * size.accumulation // world)
     ways = {"1": (1, "ddp"), "ddp": (world, "ddp"), "zero1": (world, "zero1")}

@@ -164,9 +164,8 @@ def _start(contestant: Contestant, before: list[str]) -> subprocess.Popen[bytes]
         "TOKENIZERS_PARALLELISM": "false",
         **contestant.environment,
     }
-    if (
-        environment.get("GOMP_SPINCOUNT") == SPIN_COUNT_BUSY
-    ):  # ours, which our programs set themselves
+    # Ours, which our programs set themselves.
+    if environment.get("GOMP_SPINCOUNT") == SPIN_COUNT_BUSY:
         del environment["GOMP_SPINCOUNT"]
     with open(contestant.place.output, "wb") as output:
         return subprocess.Popen(

@@ -226,14 +226,13 @@ def predict_endings(
             targets.append(ending)
             owners.append(np.full(len(ending), owner))
             owner += 1
-    stream = model.stream(
+    stream = model.stream(  # (B, width, C)
         torch.from_numpy(tokens).to(device),
         torch.from_numpy(positions).to(device),
         see_own_text(torch.from_numpy(segments).to(device)),
-    )  # (B, width, C)
-    picked = model.ln_f(stream).flatten(0, 1)[
-        torch.from_numpy(np.concatenate(sources)).to(device)
-    ]  # (P, C)
+    )
+    ends = torch.from_numpy(np.concatenate(sources)).to(device)  # (P,)
+    picked = model.ln_f(stream).flatten(0, 1)[ends]  # (P, C)
     ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
     return picked, ids, np.concatenate(owners), np.array(slots)
 

@@ -375,9 +375,9 @@ class Replay:
             "grad_norm": finite(norm),
             "updated": stats.updated,
         }
-        unclipped = {
+        unclipped = {  # 0 of an infinite norm
             name: finite(value / scale) if scale else None for name, value in norms.items()
-        }  # 0 of an infinite norm
+        }
         taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
         found = first_difference(taken.logged, event, tolerance=self.tolerance)
         # No change affects which samples are read: a different batch means different data.

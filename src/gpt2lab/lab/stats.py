@@ -339,10 +339,10 @@ def _jackknife(
     """Return the variances of mean, part and excess, (3, P), of one source, and their degrees of freedom, (P,)."""
     units, total = len(source.tokens), source.tokens.sum()
     rest = total - source.tokens.sum(axis=1, keepdims=True)  # (U, 1); 0 for a single unit
-    without = [
+    without = [  # share and part without each unit, (U, P) each
         of + weight * ((every.sum(axis=0) - every) / rest - every.sum(axis=0) / total)
         for of, every in ((share, source.tokens), (part, source.difference))
-    ]  # share and part without each unit, (U, P) each
+    ]
     moved = _group_values(*without) - _group_values(share, part)[:, None]  # (3, U, P)
     variances = (units - 1) / units * (moved**2).sum(axis=1)
     in_group = np.where(source.tokens.any(axis=0), source.tokens, total - rest)
