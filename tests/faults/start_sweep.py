@@ -4,14 +4,17 @@
 
 A training, preparations (of lines, of Parquet as of the Hub's sets, with an own tokenizer), the training of that
 tokenizer, and a server that is asked twice. Checked of each: it goes on rightly or ends with an exit code of ours and
-one line, no process is left, and what it leaves continues to the bits of a quiet run. `--sample`: cases of each program
-and kind. Ends with 1 if anything differs.
+one line, no process is left, and what it leaves continues to the bits of a quiet run; where a matrix product got no
+memory for its work, to its losses within 1e-5. `--sample`: cases of each program and kind. Ends with 1 if anything
+differs.
 """
 
 import contextlib
 import ctypes
+import functools
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -22,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import disk
 from disk import Trainer
@@ -33,6 +36,7 @@ import launch
 from gpt2lab import fmt
 
 KINDS = ("thread", "process", "memory")
+MOVED = ("losses", "weights", "moments")
 # Bytes of a large allocation: a quarter of what Python asks at once for small objects.
 LEAST = 1 << 18
 Arm = Callable[[], object]
@@ -63,7 +67,7 @@ class Sweep(NamedTuple):
 
     trainer: Trainer
     folder: Path
-    expected: dict[str, dict[str, object]]  # by program: of a quiet run
+    expected: dict[str, Any]  # by program: of a quiet run
 
     def run(self, case: Case, folder: Path) -> tuple[disk.Life, list[str], int]:
         """Run a case; return how it ended, what is wrong, and how many requests of its kind there were."""
@@ -79,6 +83,9 @@ class Sweep(NamedTuple):
         program = getattr(self, case.program, None)
         life, wrong = program(folder, arm) if program else self.prepare(folder, arm, case.program)
         life = life._replace(errors=OF_LIBRARIES.sub("", launch.without_progress(life.errors)))
+        if case.kind == "memory" and _is_rounded(wrong, folder / "run", self.expected):
+            print(f"{case}: the losses of a quiet run within 1e-5", flush=True)
+            wrong = []
         is_abort = life.code == -signal.SIGABRT and not life.errors
         wrong += _left_alive(count) + ([] if is_abort else one_line(life))
         return life, wrong, int.from_bytes(count.read_bytes(), "little")
@@ -144,6 +151,15 @@ class Sweep(NamedTuple):
             wrong += [f"repeated: {what}" for what in found]
         shutil.rmtree(folder)
         return (case, life), wrong
+
+
+def _is_rounded(wrong: list[str], run: Path, expected: dict[str, Any]) -> bool:
+    """Tell whether all that is wrong is rounding: MKL that gets no memory for a product adds in another order."""
+    if not wrong or not set(wrong) <= {f"other {n} than the reference's" for n in MOVED}:
+        return False
+    losses = [disk.bits(run)["losses"], expected["train"]["losses"]]
+    ours, theirs = ([float.fromhex(loss) for loss in one.values()] for one in losses)
+    return all(map(functools.partial(math.isclose, rel_tol=1e-5), ours, theirs))
 
 
 def _left_alive(count: Path) -> list[str]:
