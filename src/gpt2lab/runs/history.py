@@ -174,13 +174,15 @@ class Log:
         )
 
     def missing_steps(self) -> list[str]:
-        """Name the steps that a start logged before later ones and that are not there, such as deleted lines."""
+        """Name the steps that were logged before later ones and that are not there, such as deleted lines."""
         steps, before = self._steps.astype(int), np.roll(self._steps, 1).astype(int)
         for row in np.flatnonzero(np.diff(self._attempts, prepend=0)).tolist():
             begin = self.begin_of(int(self._attempts[row]))
-            before[row] = begin["step"] if begin else steps[row] - 1
+            first = begin["step"] if begin else steps[row] - 1
+            before[row] = min(first, steps[:row].max()) if row else first
         return [
-            f"no steps {before[row] + 1:,} to {steps[row] - 1:,} of start {self._attempts[row]}"
+            f"no steps {before[row] + 1:,} to {steps[row] - 1:,} before step {steps[row]:,} "
+            f"of start {self._attempts[row]}"
             for row in np.flatnonzero(steps > before + 1).tolist()
         ]
 
@@ -225,11 +227,14 @@ class Log:
 
     def evals_of_data(self) -> list[Event]:
         """Return the current evaluations that have a loss, in order: those since their windows were changed last."""
-        resumes = self.of_kind("resume")
-        changes = [e["step"] for e in resumes if DECIDES_VALIDATION & set(e.get("changes", ()))]
-        since = max(changes[-1:], default=-1)
+        since = [-1]
+        for event in self.of_kind("begin", "resume", "rewind"):
+            # A start belongs to the line of steps that it continues, and its changes go with it.
+            kept = event["step"] + (event["event"] == "rewind")
+            since = [-1, *(step for step in since[1:] if step < kept)]
+            since += [event["step"]] * bool(DECIDES_VALIDATION & set(event.get("changes", ())))
         measured = self.current("eval").values()
-        return [e for e in measured if e["val_loss"] is not None and e["step"] > since]
+        return [e for e in measured if e["val_loss"] is not None and e["step"] > since[-1]]
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""

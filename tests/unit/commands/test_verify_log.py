@@ -45,6 +45,8 @@ def test_a_line_that_is_not_what_was_written_is_named_and_left_out(tmp_path, num
     path.write_bytes(b"".join(lines))
     (gap,) = verify_log(tmp_path)[0] if 1 < number < 8 else [f"{number}"]
     assert f"{number}" in gap
+    append(tmp_path, event="step", attempt=2, step=21)
+    assert verify_log(tmp_path)[0][-1].endswith("no steps 9 to 20 before step 21 of start 2")
 
 
 def test_lines_of_an_earlier_version_are_not_checked(tmp_path):

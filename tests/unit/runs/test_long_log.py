@@ -13,7 +13,16 @@ from gpt2lab.runs import overview, summary
 from gpt2lab.runs.events import COLUMNS
 from gpt2lab.runs.history import open_log, read_log
 from long_logs import BUDGET, damage_lines, lines_of_a_start, long_run_of, peak_bytes
-from plain_log import current_events, read_events
+from plain_log import current_events, log_of, read_events
+
+
+def test_a_change_of_the_validation_goes_with_the_start_that_made_it():
+    base, changes = {"time": 0.0, "attempt": 1}, {"val_tokens": [1, 2]}
+    events = [base | {"event": "eval", "step": n, "val_loss": 9 - n} for n in range(4)]
+    events += [base | {"event": "resume", "step": 2, "changes": changes}, events[3]]
+    assert [event["step"] for event in log_of(events).evals_of_data()] == [3]
+    events += [base | {"event": "resume", "step": 1, "changes": {}}]
+    assert [event["step"] for event in log_of(events).evals_of_data()] == [0, 1]
 
 
 @pytest.fixture
