@@ -16,6 +16,7 @@ gpt2lab runs repair-log latest
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -59,11 +60,13 @@ class Verify(AmongRuns):
     def execute(self) -> int:
         """Name what is not as it was written and return the exit code."""
         run_dir = find_run(self.run, checkpoint_dir=self.checkpoint_dir)
-        _require_log(run_dir)
+        if not _is_run(run_dir):
+            _require_log(run_dir)
         damaged, lines, checked = verify_log(run_dir)
         for line in damaged:
             print(line)
-        print(f"{METRICS}: {lines:,} lines, {checked:,} with a checksum; {len(damaged):,} problems")
+        found = fmt.number_of(len(damaged), "problem")
+        print(f"{METRICS}: {lines:,} lines, {checked:,} with a checksum; {found}")
         return max(List(str(run_dir), verify=True).execute(), bool(damaged))
 
 
@@ -89,6 +92,11 @@ class Rm(AmongRuns):
     def execute(self) -> int:
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
+        for folder in folders:
+            if (inner := next(folder.glob(f"*/{METRICS}"), None)) is not None:
+                raise ConfigError(
+                    f"{folder}: holds the run {inner.parent.name}; move it away first"
+                )
         return _act(folders, "delete", delete, sure=self.yes)
 
 
@@ -103,17 +111,21 @@ class Archive(AmongRuns):
     def execute(self) -> int:
         """Ask, and move; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
-        to = paths.runs_folder(self.checkpoint_dir) / "archive"
-        to = to if self.to is None else paths.from_working_directory(self.to)
+        moves: dict[Path, Path] = {}
         for folder in folders:
             if not _is_run(folder):
                 raise ConfigError(f"{folder}: not a run; whole runs are archived")
-            if to.resolve().is_relative_to(folder):
-                raise ConfigError(f"--to {to}: lies inside the run {folder}; choose another --to")
-            if os.path.lexists(to / folder.name):
+            to = folder.with_name("archive")
+            to = to if self.to is None else paths.from_working_directory(self.to)
+            run = folder if to.resolve().is_relative_to(folder) else to
+            if _is_run(run):  # `folder`, or what stands at --to
+                raise ConfigError(f"--to {to}: lies inside the run {run}; choose another --to")
+            if os.path.lexists(to / folder.name) or to / folder.name in moves.values():
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
-        question = f"move to {paths.display_path(to)}"
-        return _act(folders, question, lambda folder: archive(folder, to), sure=self.yes)
+            moves[folder] = to / folder.name
+        places = ", ".join(sorted({paths.display_path(new.parent) for new in moves.values()}))
+        what = f"move to {places}"
+        return _act(folders, what, lambda run: archive(run, moves[run]), sure=self.yes)
 
 
 @dataclass(frozen=True)
@@ -245,6 +257,8 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
 def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
     """Return a line for each damage of a run's log, the number of its lines, and how many have a checksum."""
     path, damaged, number, checked = run_dir / METRICS, [], 0, 0
+    if not path.exists():
+        return [f"{path}: lost"], 0, 0
     with system_errors_as(ConfigError, path), open(path, "rb", opener=regular) as file:
         for number, line in enumerate(file, start=1):
             checked += CRC in line
@@ -253,7 +267,11 @@ def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
             except ValueError as error:
                 damaged.append(f"{path} line {number:,}: {error}")
     if not damaged:
-        damaged = [f"{path}: {gap}" for gap in history.open_log(run_dir).missing_steps()]
+        log, (saved, _) = history.open_log(run_dir), catalog.list_checkpoints(run_dir)
+        damaged = [f"{path}: {gap}" for gap in log.missing_steps()]
+        last = max([0, *log.numbers.tolist(), *(event["step"] for event in log.events)])
+        if saved and saved[-1].step > last:
+            damaged.append(f"{path}: no line after step {last:,}; step {saved[-1].step:,} is saved")
     return damaged, number, checked
 
 
@@ -268,23 +286,33 @@ def delete(folder: Path) -> None:
                 (folder.parent / catalog.LABELS / label).unlink(missing_ok=True)
         doomed = folder.with_name(f".del-{folder.name}-{uuid.uuid4().hex[:8]}")
         os.rename(folder, doomed)  # one rename: no reader sees half of it
-        shutil.rmtree(doomed)
+        with system_errors_as(SaveError, doomed, what="not deleted whole"):
+            shutil.rmtree(doomed)
+    for left in folder.parent.glob(f".del-*-{8 * '[0-9a-f]'}"):  # by a program that was killed
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def archive(run_dir: Path, to: Path) -> None:
-    """Move a run into the folder `to`, also to another disk, unless somebody trains there.
+    """Move a run to the path `to`, also on another disk, unless somebody trains there.
 
-    Raises: ConfigError.
+    Raises: ConfigError; SaveError.
     """
-    to.mkdir(parents=True, exist_ok=True)
-    with _locked(run_dir):
+    with _locked(run_dir), system_errors_as(SaveError, to, what="cannot be written"):
+        to.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.rename(run_dir, to / run_dir.name)
-        except OSError:  # another disk: the copy is complete before the original goes
-            with temporary_folder(to / run_dir.name) as staging:
-                copy = shutil.copytree(run_dir, staging / run_dir.name, symlinks=True)
-                os.rename(copy, to / run_dir.name)
-            sync_folder(to)
+            os.rename(run_dir, to)
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+        with temporary_folder(to) as staging:  # the copy is complete before the original goes
+            try:
+                copy = shutil.copytree(run_dir, staging / to.name, symlinks=True)
+            except shutil.Error as error:
+                raise OSError(error.args[0][0][2]) from None
+            os.rename(copy, to)
+        sync_folder(to.parent)
+        with system_errors_as(SaveError, run_dir, what=f"copied to {to}, and not deleted whole"):
             shutil.rmtree(run_dir)
 
 
@@ -379,7 +407,7 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
             return 1
     for folder in folders:
         act(folder)
-    print(f"done: {', '.join(paths.display_path(folder) for folder in folders)}")
+    print(f"done ({what}): {', '.join(paths.display_path(folder) for folder in folders)}")
     return 0
 
 

@@ -407,6 +407,7 @@ def test_rm_asks_first_names_what_would_go_and_takes_a_checkpoints_labels_along(
     assert "1 checkpoint up to step 2, " in runs_command(place, "rm", "tiny").stdout
     assert sorted(path.name for path in run_dir.glob("step_*")) == ["step_00000002"]
     assert list((run_dir / "labels").iterdir()) == []
+    (place / "runs" / ".del-other-0123abcd" / "step_00000002").mkdir(parents=True)  # by kill -9
     assert runs_command(place, "rm", "tiny", "--yes").returncode == 0
     assert not [path for path in (place / "runs").iterdir() if path.is_dir()]
 
@@ -423,6 +424,10 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     shutil.copytree(runs / "tiny", runs / "archive" / "tiny")
     done = runs_command(place, "archive", "tiny", "--yes")
     assert (done.returncode, "is there already" in done.stderr) == (2, True)
+    done = runs_command(place, "archive", runs / "archive" / "tiny", "--to", runs / "tiny", "--yes")
+    assert f"lies inside the run {runs / 'tiny'}" in rejected(done)
+    shutil.move(runs / "archive" / "tiny", runs / "tiny" / "inner")
+    assert "holds the run inner" in rejected(runs_command(place, "rm", "tiny", "--yes"))
 
 
 @pytest.mark.parametrize("verb", ["rm", "archive"])
