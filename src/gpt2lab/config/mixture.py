@@ -21,7 +21,7 @@ _MOST_TOKENS = 10**18
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights that hold from a number of trained tokens on; they need not add up to 1."""
+    """Weights from a number of tokens on, those included that a rewind skipped; they need not add up to 1."""
 
     from_tokens: int
     weights: tuple[float, ...]
@@ -52,13 +52,13 @@ def read_sources(data: DataConfig) -> DataSources:
         if any(os.path.abspath(folder) == os.path.abspath(other) for other in folders[:number]):
             raise ConfigError(f"data_dir {folder}: given twice; give it once, with the sum of both")
     names = _names(folders)
-    later = [_read_phase(word, names) for word in data.data_weights_at]
-    phases = (Phase(0, tuple(weight for _, weight in entries)), *later)
-    if single and later:
+    if single and data.data_weights_at:
         raise ConfigError(
             f"data_weights_at {' '.join(data.data_weights_at)}: changes the weights of a mixture, and data_dir is "
-            f"one folder; give several as PATH:WEIGHT, or omit it"
+            f"one folder; give several as PATH:WEIGHT, or --data_weights_at None"
         )
+    later = [_read_phase(word, names) for word in data.data_weights_at]
+    phases = (Phase(0, tuple(weight for _, weight in entries)), *later)
     for before, after in zip(phases, later, strict=False):
         if after.from_tokens <= before.from_tokens:
             raise ConfigError(
@@ -82,6 +82,8 @@ def normal_words(
 
     Raises: ConfigError if they cannot be read.
     """
+    if name != "data_dir" and list(words) == ["None"]:  # no value, as of other settings
+        return ()
     if name == "data_dir" and len(words) == 1:
         return (str(resolve(Path(words[0]))),)
     if name == "data_dir":

@@ -101,8 +101,7 @@ def _permute(index: np.ndarray, size: int, *, key: tuple[int, int], rounds: int)
 
 def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
     """Scramble 64-bit words. Source: Steele et al. 2014, SplitMix64's finaliser."""
-    with np.errstate(over="ignore"):
-        word = (value + key) * np.uint64(0x9E3779B97F4A7C15)
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word = (value + key) * np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

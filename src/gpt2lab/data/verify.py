@@ -113,7 +113,7 @@ def measure_overlap(data: TokenData) -> float | None:
     """
     end, stride = data.end_of_text.id, -(-data.tokens("val") // _GRAMS)
     wanted = np.concatenate(
-        [_hash_ngrams(ids, end)[::stride] for ids in _blocks(data.splits["val"])]
+        [_hash_ngrams(ids, end)[::stride].copy() for ids in _blocks(data.splits["val"])]
     )
     distinct, counts = np.unique(wanted, return_counts=True)
     found = np.zeros(len(distinct), dtype=bool)
@@ -235,5 +235,8 @@ def _column(split: SplitStats) -> dict[str, str]:
         **{f"document, {kind}": value for kind, value in zip(kinds, length, strict=True)},
         "tokenizer": "not known" if split.tokenizer is None else split.tokenizer.title,
         "largest id": f"{split.largest_id:,}",
-        **{f"windows of {T}": f"{sum((n - 1) // T for n in split.shards):,}" for T in (256, 1024)},
+        **{
+            f"windows of {T}": f"{sum(max(n - 1, 0) // T for n in split.shards):,}"
+            for T in (256, 1024)
+        },
     }

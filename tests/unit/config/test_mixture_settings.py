@@ -63,6 +63,8 @@ def test_names_are_as_short_as_may_be_and_a_limit_of_one_source_wins_over_that_o
     for words in (("b:2", "4"), ("4", "b:2")):
         data = DataConfig(data_dir=("a:1", "b:1"), max_source_epochs=words)
         assert read_sources(data).max_epochs == (4.0, 2.0)
+    data = parse(["--max_source_epochs", "None", "--data_weights_at", "None"]).config.data
+    assert (data.max_source_epochs, data.data_weights_at) == ((), ())
 
 
 @pytest.mark.parametrize(
