@@ -31,7 +31,7 @@ from typing import IO, Any
 from gpt2lab import paths
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
-from gpt2lab.files import COUNT, STRING, JsonFile, Rule, regular, replace_durably
+from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
 from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, is_installed, without_secrets
@@ -167,6 +167,8 @@ class Sent:
     begin: int = 0  # first byte, in metrics.jsonl, of the last line sent
     end: int = 0  # the byte after that line
     crc: int = 0  # of that line
+    attempt: int = 0  # of its event, 0 in earlier versions' records
+    time: float = 0.0  # of its event
 
 
 def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading.Event) -> int:
@@ -188,9 +190,10 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
             lines = _unsent(log, sent.end)
             while batch := list(itertools.islice(lines, MOST_ROWS)):
                 rows = []
-                for sent.begin, line, event in batch:
+                for sent.begin, line, event, values in batch:
                     sent.end, sent.crc = sent.begin + len(line), zlib.crc32(line)
-                    if event is not None and (values := tags_of(event)):
+                    sent.attempt, sent.time = event["attempt"], event["time"]
+                    if values:
                         if event["event"] == "step":
                             values["Training/attempt"] = event["attempt"]
                         rows.append(Row(sent.rows, event["step"], event["time"], values))
@@ -205,10 +208,10 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
         return sent.rows - before
 
 
-def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]:
-    """Yield (byte, line, event) of the terminated lines from byte `begin` on.
+def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event, dict[str, float | str]]]:
+    """Yield (byte, line, event, values) of the undamaged lines from byte `begin` on.
 
-    The event is None for one that is damaged, or that a later start or a rewind took back.
+    An event that a later start or a rewind took back has no values.
     """
     # (byte after its line, step) of each event that takes back everything after that step
     starts: list[tuple[int, int]] = []
@@ -230,9 +233,9 @@ def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]
             while passed < len(starts) and starts[passed][0] <= begin + len(line):
                 passed += 1
             event = _event(line)
-            if event is not None and passed < len(starts) and event["step"] > lowest[passed]:
-                event = None
-            yield begin, line, event
+            if event is not None:
+                is_back = passed < len(starts) and event["step"] > lowest[passed]
+                yield begin, line, event, {} if is_back else tags_of(event)
             begin += len(line)
 
 
@@ -263,14 +266,19 @@ def _read_sent(file: JsonFile, place: str) -> Sent:
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
-        file.check(values, {"id": _ID, "place": STRING, **numbers})
+        rules, later = {"id": _ID, "place": STRING, **numbers}, {"attempt": COUNT, "time": NUMBER}
+        file.check(values, rules, later)
         if values["place"] == place:
-            return Sent(**{field: values[field] for field in ("id", "place", *numbers)})
+            return Sent(**{name: values[name] for name in (*rules, *later) if name in values})
     return Sent(uuid.uuid4().hex[:8], place)
 
 
 def _find_place(log: Path, sent: Sent, record: Path) -> None:
-    """Find the last line sent: damaged lines before it may have been removed since."""
+    """Find the last line sent: damaged lines before it may have been removed since.
+
+    A power cut may have taken it: the record is on the disk at once, the log at each checkpoint. Then what is later
+    than its event is unsent.
+    """
     if not sent.end:
         return
     with open(log, "rb", opener=regular) as file:
@@ -284,7 +292,13 @@ def _find_place(log: Path, sent: Sent, record: Path) -> None:
                 sent.begin, sent.end = begin, begin + len(line)
                 return
             begin += len(line)
-    raise ConfigError(f"{log}: has lost the line sent last; delete {record} to send all again")
+    if not sent.attempt:
+        raise ConfigError(f"{log}: has lost the line sent last; delete {record} to send all again")
+    sent.end = 0
+    for begin, line, event, _ in _unsent(log, 0):
+        if (event["attempt"], event["time"]) > (sent.attempt, sent.time):
+            break
+        sent.end = begin + len(line)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """`--track`: what a tracker gets, once, from which start, and that no way in which it can fail touches a run."""
 
 import fcntl
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ from gpt2lab.tracking.trackers import LIBRARIES, Row, WandB, without_secrets
 from tiny import TEXT, edit_json, parse, pretrain
 from whole_run import SCALARS
 
+CLOCK = itertools.count(10**9)  # of the events
+Plain = tuple[list[str], Path]
 # What a stand-in for the library does; `{}` is the file that it writes down what it was asked in.
 RECORDS = """
 import json
@@ -54,7 +57,7 @@ HANGS = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, tiny_data) -> tuple[list[str], Path]:
+def plain(tmp_path_factory, tiny_data) -> Plain:
     """Return flags and the folder of a run without the mirror."""
     runs = tmp_path_factory.mktemp("runs")
     flags = [*TEXT, f"--data_dir={tiny_data}", "--max_steps=4", "--eval_freq=2"]
@@ -64,11 +67,7 @@ def plain(tmp_path_factory, tiny_data) -> tuple[list[str], Path]:
 
 
 def train(
-    plain: tuple[list[str], Path],
-    tmp_path: Path,
-    stand_in: str,
-    patch: pytest.MonkeyPatch,
-    patience: float = 60.0,
+    plain: Plain, tmp_path: Path, stand_in: str, patch: pytest.MonkeyPatch, patience: float = 60.0
 ) -> Path:
     """Train with a stand-in for the library and return the run's folder."""
     (tmp_path / "wandb.py").write_text(stand_in.replace("{!r}", repr(str(tmp_path / "said"))))
@@ -79,7 +78,7 @@ def train(
     return tmp_path / "r"
 
 
-def assert_untouched(run_dir: Path, plain: tuple[list[str], Path]) -> None:
+def assert_untouched(run_dir: Path, plain: Plain) -> None:
     assert launch.losses(run_dir) == launch.losses(plain[1])
     assert launch.parameter_hash(run_dir, 4) == launch.parameter_hash(plain[1], 4)
     assert json.loads((run_dir / "status.json").read_text())["state"] == "completed"
@@ -88,12 +87,10 @@ def assert_untouched(run_dir: Path, plain: tuple[list[str], Path]) -> None:
 def test_the_mirror_shows_what_tensorboard_shows(plain, tmp_path, monkeypatch):
     run_dir = train(plain, tmp_path, RECORDS, monkeypatch)
     options, *logged, end = map(json.loads, (tmp_path / "said").read_text().splitlines())
-    assert end == "finished"
-    assert options["name"] == "r"
+    assert (options["name"], end) == ("r", "finished")
     assert options["id"] == json.loads((run_dir / "trackers" / "wandb.json").read_text())["id"]
     assert [line["row"] for line in logged] == list(range(len(logged)))  # W&B drops lower ones
-    attempts = [line["Training/attempt"] for line in logged if "Training/attempt" in line]
-    assert attempts == [1, 1, 1, 1]
+    assert [line["Training/attempt"] for line in logged if "Training/attempt" in line] == [1] * 4
     assert options["config"]["n_embd"] == 16
     for tag, (kind, field, factor) in SCALARS.items():
         found = [e for e in launch.events(run_dir, kind) if e[field] is not None]
@@ -115,10 +112,7 @@ def test_a_failing_mirror_is_said_and_touches_nothing(plain, tmp_path, monkeypat
     assert said[0] in (run_dir / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    "way",
-    launch.slow("hangs and hears no signal", "hangs when it is imported", "hangs at its end"),
-)
+@pytest.mark.parametrize("way", launch.slow(*HANGS))
 def test_a_hanging_mirror_is_left_behind_and_ends(plain, tmp_path, monkeypatch, capsys, way):
     began: list[int] = []
     start = tracking.subprocess.Popen
@@ -152,7 +146,6 @@ class Recorder:
     label = "trackio"
     runs: list[str]
     rows: list[Row]
-    where = "here"
 
     def place(self, run_dir: Path) -> str:
         return Recorder.where
@@ -177,11 +170,10 @@ def recorder(monkeypatch) -> type[Recorder]:
 def write_log(run_dir: Path, *events: tuple[str, int, int]) -> None:
     """Append (kind, attempt, step) to the log of a run; the loss tells both numbers."""
     with open(run_dir / "metrics.jsonl", "a") as file:
-        for number, (kind, attempt, step) in enumerate(events):
-            fields = {"max_steps": 9, "world_size": 1, "spike_step": 9, "val_loss": 1.0}
-            fields["message"] = ""
-            line = {"event": kind, "time": 1e9 + number, "attempt": attempt, "step": step}
-            file.write(json.dumps(line | fields | {"loss": attempt + step / 1000}) + "\n")
+        for kind, attempt, step in events:
+            fields = dict.fromkeys(("max_steps", "world_size", "spike_step", "val_loss"), 9)
+            fields |= {"event": kind, "time": next(CLOCK), "attempt": attempt, "step": step}
+            file.write(json.dumps(fields | {"loss": attempt + step / 1000, "message": ""}) + "\n")
 
 
 def sync(run_dir: Path) -> int:
@@ -219,18 +211,26 @@ def test_what_was_sent_before_a_resume_is_sent_again_only_from_its_step(recorder
     assert sent(recorder) == [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)]
 
 
-def test_a_log_that_was_repaired_is_continued_where_it_was(recorder, tmp_path):
-    log = tmp_path / "metrics.jsonl"
+def test_a_log_that_was_repaired_or_lost_its_end_is_continued_where_it_was(recorder, tmp_path):
+    log, record = tmp_path / "metrics.jsonl", tmp_path / "trackers" / "trackio.json"
     log.write_text('{"damaged\n')
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1), ("step", 1, 2))
+    log.write_text(log.read_text() + '{"damaged\n')
     assert sync(tmp_path) == 2
     log.write_text(log.read_text().replace('{"damaged\n', ""))
     write_log(tmp_path, ("step", 1, 3))
-    recorder.rows = []
     assert sync(tmp_path) == 1
-    assert sent(recorder) == [(1, 3)]
-    log.write_text("")
-    write_log(tmp_path, ("begin", 1, 5))
+    assert sent(recorder) == [(1, 1), (1, 2), (1, 3)]
+    left = "".join(log.read_text().splitlines(keepends=True)[:2])  # by a power cut
+    for steps in ((2, 3), (2, 3, 4)):  # the second cut leaves nothing of the second start
+        log.write_text(left)
+        assert sync(tmp_path) == 0
+        write_log(tmp_path, ("begin", 2, 1), *(("step", 2, step) for step in steps))
+        sync(tmp_path)
+        assert sent(recorder) == [(2, step) for step in steps]
+    assert len(set(recorder.runs)) == 1
+    log.write_text(left)
+    record.write_text(record.read_text().partition(', "attempt"')[0] + "}")  # of an earlier version
     with pytest.raises(ConfigError, match=r"has lost the line sent last; delete .*trackio\.json"):
         sync(tmp_path)
 
@@ -243,9 +243,8 @@ def test_one_process_sends_to_each_place_and_to_runs_of_this_project_alone(recor
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InUseError, match="another process sends it to trackio now"):
             sync(tmp_path)
-    assert sync(tmp_path) == 1
-    recorder.where = "there"  # gets everything
-    assert sync(tmp_path) == 1
+    for recorder.where in ("here", "there"):  # each gets everything
+        assert sync(tmp_path) == 1
     assert len(set(recorder.runs)) == 2
     edit_json(tmp_path / "trackers" / "trackio.json", id="x' OR tags.y = 'z")
     with pytest.raises(ConfigError):
@@ -292,12 +291,10 @@ def test_wandb_is_offline_where_there_is_no_key(tmp_path, monkeypatch, key):
 
 
 def test_the_old_flag_is_one_of_the_trackers():
-    for flags, expected in (
-        ([], ()),
-        (["--use_wandb"], ("wandb",)),
-        (["--track=mlflow, wandb,", "--use_wandb"], ("wandb", "mlflow")),
-    ):
-        assert parse(flags).config.log.trackers == expected
+    assert parse([]).config.log.trackers == ()
+    assert parse(["--use_wandb"]).config.log.trackers == ("wandb",)
+    both = parse(["--track=mlflow, wandb,", "--use_wandb"])
+    assert both.config.log.trackers == ("wandb", "mlflow")
     problems = find_problems(parse(["--track=mlflow,aim"]).config)
     assert problems == ["track 'aim' is none of wandb, trackio, mlflow"]
     assert set(TRACKERS) == set(LIBRARIES)
@@ -359,9 +356,8 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     plain, tmp_path, monkeypatch, capsys
 ):
     names = list(READ_BACK)
-    for name in os.environ:
-        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
-            monkeypatch.delenv(name)
+    for name in [n for n in os.environ if n.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
     what = "--track and runs sync, read back, no server"
     works_with("wandb", version("wandb"), what)
     works_with("trackio", version("trackio"), what)
