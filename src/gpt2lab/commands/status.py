@@ -7,10 +7,12 @@ gpt2lab status --watch 5
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, WithJson, parse_flags
@@ -32,7 +34,8 @@ class Status(WithJson, AmongRuns):
 def main(argv: list[str]) -> int:
     """Print the table once, or again and again."""
     flags = parse_flags(Status, argv)
-    from gpt2lab.runs import overview
+    from gpt2lab.runs import history, overview
+    from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.target import find_run
 
     if flags.watch is not None and (flags.json or not 0 < flags.watch <= _DAY):
@@ -43,9 +46,22 @@ def main(argv: list[str]) -> int:
     if flags.checkpoint_dir and not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     run = find_run(flags.run, flags.checkpoint_dir) if flags.run else None
+    logs: dict[Path, tuple[object, history.Log]] = {}
+
+    def open_log(run_dir: Path) -> history.Log:
+        """Return a run's log: that of the last refresh while its file is as it was."""
+        try:
+            found = os.stat(run_dir / METRICS)
+        except OSError:
+            return history.open_log(run_dir)
+        state = found.st_size, found.st_mtime_ns
+        if run_dir not in logs or logs[run_dir][0] != state:
+            logs[run_dir] = state, history.open_log(run_dir)
+        return logs[run_dir][1]
 
     def shown() -> str:
-        runs = overview.read_runs(folder) if run is None else [overview.read_run(run)]
+        opened = history.open_log if flags.watch is None else open_log
+        runs = [overview.read_run(run, opened)] if run else overview.read_runs(folder, opened)
         if flags.json:
             return json.dumps({"runs": [asdict(run) for run in runs]})
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

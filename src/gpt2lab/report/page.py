@@ -80,7 +80,7 @@ def render(*run_dirs: Path) -> str:
 def _read(run_dir: Path, name: str) -> Event:
     config, log = history.read_config(run_dir), history.read_log(run_dir)
     chosen = chosen_in(read_json(run_dir / "config.json") or {})
-    status = overview.read_run(run_dir, log)
+    status = overview.read_run(run_dir, lambda _: log)
     facts = read_json(run_dir / "run.json") or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     samples = log.current("sample")

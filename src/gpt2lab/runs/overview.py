@@ -1,7 +1,7 @@
 """The state of every run in a folder, read from the files of the runs while they train. No torch, no locks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,24 +38,26 @@ class RunStatus:
     mirror: str | None = None  # the progress of --checkpoint_mirror
 
 
-def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
+def read_runs(
+    checkpoint_dir: Path, open_log: Callable[[Path], Log] = history.open_log
+) -> list[RunStatus]:
     """Return the status of every run in a folder; the one that wrote to its metrics last comes last."""
     runs = [
         folder
         for folder in catalog.run_folders(checkpoint_dir)
         if (folder / "config.json").is_file() or is_run(folder)
     ]
-    return [read_run(run) for run in sorted(runs, key=_last_write)]
+    return [read_run(run, open_log) for run in sorted(runs, key=_last_write)]
 
 
-def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
-    """Return the status of one run; a file that cannot be read becomes its `problem`. `log`: if it was read before."""
-    now, problem, newest = time.time(), None, None
+def read_run(run_dir: Path, open_log: Callable[[Path], Log] = history.open_log) -> RunStatus:
+    """Return the status of one run; a file that cannot be read becomes its `problem`."""
+    now, problem, newest, log = time.time(), None, None, Log(b"")
     try:
-        log = log or history.open_log(run_dir)
+        log = open_log(run_dir)
         newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
-        log, problem = log or Log(b""), str(to_gpt2lab_error(error) or error)
+        problem = str(to_gpt2lab_error(error) or error)
     try:
         check_entries(run_dir)
     except ConfigError as error:

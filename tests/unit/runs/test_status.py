@@ -12,9 +12,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import launch
-from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import list_checkpoints, newest_run
 from gpt2lab.commands.checkpoints import List
 from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
@@ -24,22 +25,19 @@ from tiny import edit_json
 
 def test_status_of_a_complete_run(run_dir):
     status = overview.read_run(run_dir)
-    steps = launch.steps(run_dir)
     assert (status.state, status.exit_code, status.problem) == ("completed", 0, None)
     assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
-    assert status.loss == steps[12]["loss"]
+    assert status.loss == launch.steps(run_dir)[12]["loss"]
     assert status.val_loss == launch.events(run_dir, "eval")[-1]["val_loss"]
-    newest = catalog.list_checkpoints(run_dir)[0][-1]
-    assert time.time() - status.checkpoint_seconds >= newest.created
+    assert time.time() - status.checkpoint_seconds >= list_checkpoints(run_dir)[0][-1].created
     width = max(map(len, (table := overview.status_table([status])).splitlines()))
     assert overview.status_table([status], width=width) == table
-    said = launch.worked(call("status", "--checkpoint_dir", run_dir.parent)).stdout
-    assert "completed  12/12" in said
+    words = ("status", "--checkpoint_dir", run_dir.parent)
+    assert "completed  12/12" in launch.worked(call(*words)).stdout
     # A failed run shows its exit code, and one with a damaged log its problem.
     edit_json(run_dir / "status.json", state="failed", exit_code=76)
     (run_dir / "metrics.jsonl").write_text((run_dir / "metrics.jsonl").read_text() + "not json\n")
-    said = call("status", "--checkpoint_dir", run_dir.parent)[1]
-    assert "failed (76)" in said
+    assert "failed (76)" in (said := call(*words)[1])
     assert "not JSON" in said.splitlines()[-1]
 
 
@@ -85,14 +83,11 @@ def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
         os, "access", lambda path, mode: "lost+found" not in str(path) and real_access(path, mode)
     )
     assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
-    assert catalog.newest_run(runs) == run_dir
+    assert newest_run(runs) == run_dir
     assert List(checkpoint_dir=runs).execute() == 0
     monkeypatch.undo()
-
-    def rejected(path: Path, mode: str, **how: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(history, "open", rejected, raising=False)
+    denied = PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
+    monkeypatch.setattr(history, "open", Mock(side_effect=denied), raising=False)
     assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 
@@ -109,7 +104,15 @@ def test_watch_shows_again_until_it_is_interrupted(run_dir):
     heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
         shown = [process.stdout.readline() for _ in range(9)]
+        log, damaged = run_dir / "metrics.jsonl", run_dir / "damaged"
+        damaged.write_bytes(b"x" + log.read_bytes()[1:])
+        os.utime(damaged, ns=(0, log.stat().st_mtime_ns))
+        os.replace(damaged, log)
+        shown += [process.stdout.readline() for _ in range(9)]
+        os.utime(log)
+        assert any("not JSON" in process.stdout.readline() for _ in range(20))
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(30) == 0
     assert sum("completed" in line for line in shown) >= 2
+    assert "not JSON" not in "".join(shown), "the log of a complete run was read again"
