@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from gpt2lab import paths
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
+from gpt2lab.errors import ConfigError, GPT2LabError, InUseError, system_errors_as
 from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile, Rule, regular, replace_durably
 from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
@@ -200,7 +200,8 @@ def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading
                         sent.rows += 1
                 if rows:
                     tracker.log(rows)
-                replace_durably(file.path, json.dumps(asdict(sent)))
+                with system_errors_as(ConfigError, file.path):
+                    replace_durably(file.path, json.dumps(asdict(sent)))
             if is_last:
                 break
             ended.wait(_POLL_SECONDS)
@@ -250,8 +251,10 @@ def _event(line: bytes) -> Event | None:
 def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
     """Yield the record of what has been sent to a tracker; no other process uses it meanwhile."""
     folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    with open(folder / f"{name}.lock", "w", opener=regular) as lock:
+    with system_errors_as(ConfigError, folder):
+        folder.mkdir(exist_ok=True)
+        lock = open(folder / f"{name}.lock", "w", opener=regular)  # noqa: SIM115
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

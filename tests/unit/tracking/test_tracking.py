@@ -114,22 +114,16 @@ def test_a_failing_mirror_is_said_and_touches_nothing(plain, tmp_path, monkeypat
 
 @pytest.mark.parametrize("way", launch.slow(*HANGS))
 def test_a_hanging_mirror_is_left_behind_and_ends(plain, tmp_path, monkeypatch, capsys, way):
-    began: list[int] = []
-    start = tracking.subprocess.Popen
-
-    def noted(*args: object, **options: object) -> object:
-        process = start(*args, **options)  # type: ignore[call-overload]
-        if "gpt2lab.tracking.followers" in args[0]:  # type: ignore[operator]
-            began.append(process.pid)
-        return process
-
-    monkeypatch.setattr(tracking.subprocess, "Popen", noted)
+    began, start = [], tracking.TrackerProcess.__init__
+    monkeypatch.setattr(
+        tracking.TrackerProcess, "__init__", lambda s, *a, **k: began.append(s) or start(s, *a, **k)
+    )
     run_dir = train(plain, tmp_path, HANGS[way], monkeypatch, patience=3.0)
     assert_untouched(run_dir, plain)
     assert "W&B did not take the rest within 3 s" in capsys.readouterr().out
-    (pid,) = began
+    (tracker,) = began
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(tracker._process.pid, 0)
 
 
 def test_a_missing_library_is_said_and_the_run_goes_on(plain, tmp_path, monkeypatch, capsys):
@@ -238,8 +232,12 @@ def test_a_log_that_was_repaired_or_lost_its_end_is_continued_where_it_was(recor
 def test_one_process_sends_to_each_place_and_to_runs_of_this_project_alone(recorder, tmp_path):
     """The id of a downloaded run would be one of the user's own runs, or a part of MLflow's query."""
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1))
-    (tmp_path / "trackers").mkdir()
-    with open(tmp_path / "trackers" / "trackio.lock", "w") as file:
+    lock = tmp_path / "trackers" / "trackio.lock"
+    lock.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"^{lock.parent}: a folder, not a file; remove it"):
+        sync(tmp_path)
+    lock.rmdir()
+    with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InUseError, match="another process sends it to trackio now"):
             sync(tmp_path)
