@@ -29,7 +29,10 @@ class List(WithJson, AmongRuns):
 
     def execute(self) -> int:
         """Print the checkpoints as tables or as one JSON object; return the exit code."""
-        checkpoint_dir = paths.runs_folder(self.checkpoint_dir)
+        return self.show(self.runs_folder())
+
+    def show(self, checkpoint_dir: Path) -> int:
+        """Print those of a folder, which may be missing."""
         runs = catalog.run_folders(checkpoint_dir)
         if self.run is not None:
             runs = [find_run(self.run, checkpoint_dir)]

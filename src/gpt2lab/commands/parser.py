@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.commands import help_page
 from gpt2lab.commands.verbs import within
 from gpt2lab.config import other_programs
@@ -36,6 +36,16 @@ class AmongRuns:
     """Where a command looks for runs."""
 
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def runs_folder(self) -> Path:
+        """Return the folder of the runs.
+
+        Raises: ConfigError if the typed one is not there.
+        """
+        folder = paths.runs_folder(self.checkpoint_dir)
+        if self.checkpoint_dir and not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+        return folder
 
 
 @dataclass(frozen=True, kw_only=True)

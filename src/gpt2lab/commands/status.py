@@ -42,9 +42,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--watch {flags.watch} takes seconds above 0, at most a day, and does not go with --json"
         )
-    folder = paths.runs_folder(flags.checkpoint_dir)
-    if flags.checkpoint_dir and not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
+    folder = flags.runs_folder()
     run = find_run(flags.run, flags.checkpoint_dir) if flags.run else None
     logs: dict[Path, tuple[object, history.Log]] = {}
 

@@ -35,8 +35,8 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     if actions.list_checkpoints:
         from gpt2lab.commands.checkpoints import List
 
-        where, form = place.checkpoint_dir, actions.json
-        return List(place.run_name, actions.verify, checkpoint_dir=where, json=form).execute()
+        listing = List(place.run_name, actions.verify, json=actions.json)
+        return listing.show(paths.runs_folder(place.checkpoint_dir))
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:
         return _save_config(arguments, recipe, argv)

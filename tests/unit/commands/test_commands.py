@@ -253,9 +253,9 @@ def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsy
     (tmp_path / "empty").mkdir()
     (tmp_path / "a file").write_text("in the way")
     before = listing(tmp_path)
-    assert List(checkpoint_dir=folder).execute() == 0
+    assert List().show(folder) == 0
     assert capsys.readouterr().out == f"no checkpoints in {folder}\n"
-    assert List(checkpoint_dir=folder, json=True).execute() == 0
+    assert List(json=True).show(folder) == 0
     expected = {"checkpoint_dir": str(folder), "runs": []}
     assert json.loads(capsys.readouterr().out) == expected
     assert listing(tmp_path) == before
