@@ -52,7 +52,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
         return print_plan(request, recipe, world_size=ranks, planner=planner, as_json=actions.json)
     imported = actions.import_checkpoint
     if imported is not None and not paths.expand_user(imported).is_file():
-        raise ConfigError(f"--import_checkpoint: {imported}: no such file; give a .pt")
+        raise ConfigError(f"{imported}: no such file; give a .pt")
     starts_ranks = actions.gpus is not None and ranks > 1 and paths.LAUNCHED not in os.environ
     keeps_batch = request.resume is not None and not request.fixes_mini_batch
     if starts_ranks and not (actions.preflight or keeps_batch):

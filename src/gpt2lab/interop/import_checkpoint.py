@@ -94,7 +94,7 @@ def _plan(
 ) -> tuple[Start, ForeignCheckpoint, list[Entry]]:
     """Return the run that the file becomes, what the file holds, and what was taken from nanoGPT's settings."""
     if runtime.world_size > 1:
-        raise ConfigError("--import_checkpoint needs one process; resume with any number of them")
+        raise ConfigError(f"{path.name}: one process imports it; resume with any number of them")
     problems = Problems()
     foreign = problems.of(lambda: read_foreign(path, trust=trust))
     if request.config.optim.has_muon:

@@ -310,7 +310,7 @@ def test_the_command_rejects_in_one_line(become, tmp_path):
     (tmp_path / "notes.pt").write_text("no checkpoint")
     for flag, expected in (
         ("--import_checkpoint=notes.pt", "notes.pt"),
-        ("--import_checkpoint=none.pt", "no such file"),
+        ("--import_checkpoint=none.pt", "error: none.pt: no such file"),
         ("--trust", "--trust goes with --import_checkpoint"),
     ):
         done = launch.call(launch.TRAIN, *become.flags, flag, folder=tmp_path)
