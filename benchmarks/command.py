@@ -22,6 +22,7 @@ from typing import Any, Literal
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, StageName, VariantName
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import option
+from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 
@@ -382,6 +383,8 @@ def _measure_sample(flags: Sample) -> tuple[dict[str, Any], str]:
 
     if flags.tokens < 32 or flags.rounds < 1:
         raise ConfigError("--tokens must be at least 32 and --rounds at least 1")
+    if flags.tokens > (most := preset(flags.model).model.context_length):
+        raise ConfigError(f"--tokens {flags.tokens}: {flags.model} has a context of {most}")
     result = sample.compare_with_rerun(
         model_name=flags.model,
         tokens=flags.tokens,

@@ -123,7 +123,7 @@ WRONG = (
     *("cpu --variant slash", "cpu --model mid --variant micro_double", "cpu --peer nonogpt=/tmp"),
     *("cpu --peer nanogpt", "cpu --peer nanogpt=/nowhere", "cpu --peer litgpt=scripts"),
     *("cpu --peer hf=scripts", "cpu --dtype fp16", "codegen --layers 4 2"),
-    *("codegen --micro_batch 0", "codegen --ddp_bucket_mb 0.5"),
+    *("codegen --micro_batch 0", "codegen --ddp_bucket_mb 0.5", "sample --model gpt2-nano"),
     *(() if torch.cuda.is_available() else ("gpu --peer hf",)),
 )
 
