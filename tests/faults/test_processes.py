@@ -70,8 +70,7 @@ def test_row_12_an_error_in_one_process(rank, run, reference):
     """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""
     run.flags = NO_ROLLING
     assert run.finish(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}") != 0
-    said = run.errors().split("Root Cause")[1]
-    assert "RuntimeError: fault point step at step 15" in said
+    assert "RuntimeError: fault point step at step 15" in run.errors().split("Root Cause")[1]
     assert run.saved() == [14]
     run.resumes_as(reference(2), world=2)
 

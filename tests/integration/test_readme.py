@@ -116,8 +116,7 @@ def test_getting_started_runs_as_it_is_written(clone):
         lines = run_in(clone, block).splitlines()
         hashes += [line.split()[0] for line in lines if line.endswith("/model.safetensors")]
         printed = next((line for line in lines if line.startswith("train with: ")), printed)
-    assert len(hashes) == 2
-    assert len(set(hashes)) == 1
+    assert (len(hashes), len(set(hashes))) == (2, 1)
     steps = events(clone / "checkpoints" / "killed", "step")
     assert {event["attempt"] for event in steps} == {1, 2}
     # A process that keeps what its steps free; it differs from run to run.
@@ -131,8 +130,7 @@ def test_getting_started_runs_as_it_is_written(clone):
 def run_in(clone: Path, block: str) -> str:
     """Run lines of bash, each of which must succeed, in the copy of the project; return what they print."""
     places = [str(clone / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    path = os.pathsep.join(places)
-    env = environment(PATH=path, PYTHONPATH=str(clone / "src"))
+    env = environment(PATH=os.pathsep.join(places), PYTHONPATH=str(clone / "src"))
     done = subprocess.run(["bash", "-ec", block], cwd=clone, env=env, **TO_ITS_END)
     assert done.returncode == 0, f"{block}\n{done.stderr}"
     return done.stdout

@@ -180,12 +180,10 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place, w
 
 
 def test_the_flags_of_these_tests_are_good_ones(place):
-    start = resolve(parse(FLAGS), world_size=1, set_aside=False)
-    assert start.plan.max_steps == 20
+    assert resolve(parse(FLAGS), world_size=1, set_aside=False).plan.max_steps == 20
     at_step_5()
     resumed = resolve(parse([*FLAGS, "--resume=latest"]), world_size=1, set_aside=False)
-    assert resumed.checkpoint.step == 5
-    assert set(resumed.changes) == set()
+    assert (resumed.checkpoint.step, set(resumed.changes)) == (5, set())
     assert open_data(DATA, vocab_size=VOCAB).tokens("train") == 700
 
 

@@ -229,8 +229,7 @@ def test_200_checkpoints_are_listed_from_200_manifests_and_nothing_is_created(ru
     # As JSON they are exactly one object.
     assert List(checkpoint_dir=runs, json=True).execute() == 0
     out, err = capsys.readouterr()
-    assert err == ""
-    assert out.count("\n") == 1
+    assert (err, out.count("\n")) == ("", 1)
     listed = json.loads(out)
     assert listed["checkpoint_dir"] == str(runs)
     assert [run["run_name"] for run in listed["runs"]] == ["alpha", "beta"]
@@ -256,8 +255,7 @@ def test_a_folder_without_runs_is_listed_as_such_and_not_created(tmp_path, capsy
     assert List().show(folder) == 0
     assert capsys.readouterr().out == f"no checkpoints in {folder}\n"
     assert List(json=True).show(folder) == 0
-    expected = {"checkpoint_dir": str(folder), "runs": []}
-    assert json.loads(capsys.readouterr().out) == expected
+    assert json.loads(capsys.readouterr().out) == {"checkpoint_dir": str(folder), "runs": []}
     assert listing(tmp_path) == before
 
 
@@ -306,8 +304,7 @@ def test_a_terminal_that_lacks_a_character_is_no_error(runs, tmp_path):
     ],
 )
 def test_what_the_system_rejects_is_one_line_and_a_bug_is_not(capsys, number, code, line):
-    error = OSError(number, os.strerror(number), "/data/x")
-    assert run_command(Mock(side_effect=error)) == code
+    assert run_command(Mock(side_effect=OSError(number, os.strerror(number), "/data/x"))) == code
     assert capsys.readouterr().err.startswith(line)
 
 

@@ -172,8 +172,7 @@ for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate
         assert not end.code, end.code
 print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
 """
-    done = launch.worked(launch.python("-c", program))
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert launch.worked(launch.python("-c", program)).stdout.splitlines()[-1] == "[]"
 
 
 def test_compare_is_the_paired_difference(folder):
@@ -214,8 +213,7 @@ def synthetic(path: Path, values: np.ndarray, items: str = "x") -> str:
 
 
 def test_the_words_follow_the_criterion(tmp_path):
-    rng = np.random.RandomState(0)
-    base = (rng.rand(1000) < 0.3).astype(float)
+    base = (np.random.RandomState(0).rand(1000) < 0.3).astype(float)
     slight, clear = base.copy(), base.copy()
     slight[np.flatnonzero(base == 0)[:25]] = 1  # nearly as many up as down
     slight[np.flatnonzero(base == 1)[:20]] = 0

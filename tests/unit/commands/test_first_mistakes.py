@@ -350,8 +350,7 @@ def test_a_deleted_newest_checkpoint_is_missed(place):
     assert done.returncode == 0
     assert f"warning: {says}" in done.stderr.splitlines()
     resume = ["--checkpoint_dir", place / "runs", "--run_name=tiny", "--resume=latest"]
-    plan = call(TRAIN, *resume, "--dry_run")
-    assert says in plan.stdout
+    assert says in call(TRAIN, *resume, "--dry_run").stdout
     shutil.rmtree(run_dir / "step_00000002")
     code, line = ask("evaluate.py", "tiny", folder=place)
     assert (code, line.endswith("step_00000004, was deleted; no other is left")) == (2, True)

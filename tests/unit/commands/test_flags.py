@@ -83,8 +83,7 @@ def test_every_setting_has_a_name_of_its_own():
 
 
 def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default():
-    assert fresh()["n_layer"] == 12
-    assert fresh("--model=gpt2-micro")["n_layer"] == 4
+    assert (fresh()["n_layer"], fresh("--model=gpt2-micro")["n_layer"]) == (12, 4)
     for flat in (
         fresh("--model=gpt2-micro", "--n_layer=5"),
         fresh("--n_layer=5", "--model=gpt2-micro"),
@@ -163,8 +162,7 @@ def test_a_default_path_is_at_the_repository_a_typed_one_where_one_works(monkeyp
     assert fresh("--model=gpt2-nano")["data_dir"] == str(repository / "data" / "python_stdlib")
     flat = fresh("--checkpoint_dir=runs", "--data_dir", "d", "--hellaswag_path=/x/y.jsonl")
     assert flat["checkpoint_dir"] == str(tmp_path / "runs")
-    assert flat["data_dir"] == str(tmp_path / "d")
-    assert flat["hellaswag_path"] == "/x/y.jsonl"
+    assert (flat["data_dir"], flat["hellaswag_path"]) == (str(tmp_path / "d"), "/x/y.jsonl")
     saved = override(Config(), {"data_dir": "/corpora/a"})
     assert to_flat(parse(["--seed=1"]).over(saved))["data_dir"] == "/corpora/a"
     assert to_flat(parse(["--data_dir=a"]).over(saved))["data_dir"] == str(tmp_path / "a")
@@ -173,8 +171,7 @@ def test_a_default_path_is_at_the_repository_a_typed_one_where_one_works(monkeyp
 def test_actions_are_no_settings():
     command = command_line.parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
     assert command.request.typed == frozenset()
-    actions = Actions(resume="auto", stop_after_steps=5, dry_run=True, json=True)
-    assert command.actions == actions
+    assert command.actions == Actions(resume="auto", stop_after_steps=5, dry_run=True, json=True)
     assert command_line.parse([]).actions == Actions()
 
 
@@ -202,8 +199,7 @@ def test_a_flag_of_the_predecessor_names_the_one_it_is_now(old, new, form):
 
 @pytest.mark.parametrize("theirs", FLAGS)
 def test_a_flag_of_another_program_names_ours(theirs):
-    message = rejection(f"--{theirs}", "1")
-    assert message == f"unknown flag --{theirs}: here it is {FLAGS[theirs]}"
+    assert rejection(f"--{theirs}", "1") == f"unknown flag --{theirs}: here it is {FLAGS[theirs]}"
     words = re.findall(r"(?<!\S)--(\w+)", FLAGS[theirs])
     elsewhere = {"nproc_per_node", "nnodes", "tokenizer"}  # torchrun's, prepare_data.py's
     assert set(words) <= {*LEAVES, *Actions.__dataclass_fields__, *elsewhere}

@@ -62,14 +62,12 @@ def test_a_hostile_tokenizer_is_one_line(tmp_path, case):
 
 
 def test_a_vocabulary_and_merges_are_tried_too_and_a_pickle_is_read_with_care(tmp_path, cache):
-    ids = GOOD["model"]["vocab"]
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "vocab.json").write_text(json.dumps(GOOD["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("a b")
     with pytest.raises(DataError):  # "ab" has no id
         open_tokenizer(str(tmp_path))
     (tmp_path / "merges.txt").write_text("")
-    assert open_tokenizer(str(tmp_path)).size == 258
-    assert len(cache.read_text().split()) == 1
+    assert (open_tokenizer(str(tmp_path)).size, len(cache.read_text().split())) == (258, 1)
     (hostile := tmp_path / "pickle").mkdir()  # a key of it takes years to hash
     (hostile / "meta.pkl").write_bytes(b"\x80\x02})" + b"2\x86" * 40 + b"K\x00s.")
     with pytest.raises(DataError, match="tuples"):

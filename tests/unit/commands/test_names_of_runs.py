@@ -134,8 +134,7 @@ def test_a_name_means_the_same_run_to_every_command_in_every_folder(tmp_path, mo
         "gpt2-n": runs / "gpt2-nano_1",
         "gpt2-n/step_00000002": runs / "gpt2-nano_1" / of_r.name,
     }.items():
-        assert find_run(name, runs) == meant
-        assert find_folder(name, runs) == meant
+        assert (find_run(name, runs), find_folder(name, runs)) == (meant, meant)
     for name in ("hf:r", "gpt2", "hf:gpt2-n", "org/name"):  # on the Hub
         assert find_folder(name, runs) is None
     assert find_run("gpt2", runs) == runs / "gpt2-nano_1"  # a command that takes runs alone

@@ -36,8 +36,7 @@ def ask(
     argv = [*run.flags, *more, "--preflight", "--json"]
     monkeypatch.setattr(sys, "argv", ["src/train.py", *argv])
     capsys.readouterr()
-    code = preflight.preflight(parse(argv), as_json=True)
-    return code, json.loads(capsys.readouterr().out)
+    return preflight.preflight(parse(argv), as_json=True), json.loads(capsys.readouterr().out)
 
 
 def failures(told: dict[str, Any]) -> dict[str, str]:
@@ -45,8 +44,7 @@ def failures(told: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_command_says_go_and_writes_nothing(run):
-    done = launch.worked(launch.call(launch.TRAIN, *run.flags, "--preflight"))
-    rows = done.stdout.splitlines()
+    rows = launch.worked(launch.call(launch.TRAIN, *run.flags, "--preflight")).stdout.splitlines()
     assert [row.split()[0] for row in rows] == [*NAMES, "GO:"]
     command = rows[-1].removeprefix("GO: ")
     assert command.endswith(" ".join(["src/train.py", *run.flags]))
@@ -110,8 +108,7 @@ def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(run, cap
     monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
     large = ("--n_layer=96", "--n_head=96", "--n_embd=12288")  # GPT-3: 2.8 TB
     code, told = ask(run, capsys, monkeypatch, *large)
-    assert code == 1
-    assert list(failures(told)) == ["memory"]
+    assert (code, list(failures(told))) == (1, ["memory"])
     assert "not even one sequence at a time" in failures(told)["memory"]
     assert told["checks"][-1]["name"] == "memory"
 
@@ -126,16 +123,14 @@ def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path,
     config = override(start.config, {"dtype": "bf16", "compile": "off"})  # as on such a machine
     runtime: Any = SimpleNamespace(device=torch.device("cuda"))
     check = preflight._memory(dataclasses.replace(start, config=config), runtime)
-    assert check.result == "ok"
-    assert check.numbers["available_bytes"] == 10_000 * 2**20
+    assert (check.result, check.numbers["available_bytes"]) == ("ok", 10_000 * 2**20)
 
 
 def test_a_stop_longer_than_the_launcher_waits_is_answered_with_the_flag(run, capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
     code, told = ask(run, capsys, monkeypatch)
-    assert code == 0
-    assert told["checks"][-1]["result"] == "warning"
+    assert (code, told["checks"][-1]["result"]) == (0, "warning")
     words = told["command"].split()
     place = words.index("--shutdown-timeout")
     assert int(words[place + 1]) >= 1

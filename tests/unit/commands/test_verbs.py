@@ -61,8 +61,7 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(verb, capsys, monkeypatch)
     words = verb.split()
     short, long = shown(capsys, *words, "--help"), shown(capsys, *words, "--help-all")
     assert short.startswith(f"usage: gpt2lab {verb} ")
-    examples = re.findall(rf"^  .*gpt2lab[ .]{verb}\b.*$", short, flags=re.M)
-    assert len(examples) >= 2
+    assert len(re.findall(rf"^  .*gpt2lab[ .]{verb}\b.*$", short, flags=re.M)) >= 2
     for text in (short, long):
         assert "None" not in text.replace("instructions` is None", "")
         assert max(map(len, text.splitlines())) <= 80

@@ -390,8 +390,7 @@ def test_flags_that_no_settings_file_holds_stay_flags(shared: list[str]) -> None
     own += ["--stop_after_steps", "3"]
     shared = [flag for flag in shared if not flag.startswith("--mini_batch_size")]
     found = read_requests({"a": [], "b": own}, shared)
-    assert found["a"].flags == ()
-    assert found["b"].flags == (*own[:3], *own[4:])
+    assert (found["a"].flags, found["b"].flags) == ((), (*own[:3], *own[4:]))
     assert "mini_batch_size" not in found["b"].request.chosen
 
 
