@@ -21,5 +21,6 @@ COPY requirements.txt ./
 RUN pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" -r requirements.txt \
     && touch /opt/venv/.installed
 COPY . .
+RUN pip install --no-cache-dir --no-deps --editable .
 
 CMD ["make", "quickstart", "VENV=/opt/venv"]

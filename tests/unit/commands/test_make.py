@@ -75,6 +75,7 @@ def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone():
     for target, files in needed.items():
         shown = make(target, "VENV=/nowhere", "RUN=x").stdout
         assert set(re.findall(r"-r (\S+)", shown)) == files
+    assert "--no-deps --editable ." in (REPOSITORY / "Dockerfile").read_text()
     pinned = (REPOSITORY / "requirements-plot.txt").read_text()
     assert {*re.findall(r"^(\w+)==", pinned, re.M)} == {"matplotlib"}
     assert re.search(r"^jinja2==", (REPOSITORY / "requirements.txt").read_text(), re.M)
