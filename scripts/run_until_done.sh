@@ -8,6 +8,7 @@ set -uo pipefail
 MAX_CRASHES=${MAX_CRASHES:-5}    # in a row without a new checkpoint: then something is wrong that a restart cannot cure
 PAUSE=${PAUSE:-10}               # seconds between starts
 
+(($#)) || { echo "usage: scripts/run_until_done.sh COMMAND... --run_name NAME" >&2; exit 2; }
 for word in "$@"; do
     case "$word" in --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;; esac
 done
@@ -51,7 +52,7 @@ while true; do
     [[ $state == failed ]] && verdict=$(field exit_code)
     [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && verdict=$(<"$GPT2LAB_EXIT_CODE_FILE")
     case "$verdict" in
-        2 | 75 | 76) echo "error: exit code $verdict: a restart would meet the same" >&2; exit "$verdict" ;;
+        2 | 75 | 76 | 126 | 127) echo "error: exit code $verdict: a restart would meet the same" >&2; exit "$verdict" ;;
     esac
     [[ $(field checkpoint) == "$newest" ]] && crashes=$((crashes + 1)) || crashes=1
     newest=$(field checkpoint)

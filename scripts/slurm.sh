@@ -13,13 +13,22 @@
 # The trainer reads SLURM_JOB_END_TIME and stops with a saved step before it. Should that not be set, the batch script
 # is told 120 s before the end (--signal, above), and passes it on. Either way the job puts itself back into the queue
 # until status.json says `completed`, or that the run was stopped for good (a STOP file, --stop_at, --stop_after_steps,
-# early stopping).
+# early stopping), or five starts in a row crashed without a new checkpoint (MAX_CRASHES).
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}" || exit
 
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
 TORCHRUN=${TORCHRUN:-.venv/bin/torchrun}
+MAX_CRASHES=${MAX_CRASHES:-5}
 GRACE=110  # seconds between asking the workers to stop and killing them; torchrun's own is 30
+
+for word in "$@"; do
+    case "$word" in --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;; esac
+done
+if ((${SLURM_NNODES:-1} > 1)); then
+    echo "error: this script starts one node; use gpt2lab runs resume-command RUN --output slurm --nodes N" >&2
+    exit 2
+fi
 
 # The trainer writes here where the status.json of this start is, and with which of its own exit codes it rejected a
 # start: torchrun reports 1 for all.
@@ -49,6 +58,16 @@ case "$state:${verdict:-none}" in
     failed:2 | failed:75 | failed:76) exit "$verdict" ;;  # a requeue would meet the same
     :*) [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && code=$(<"$GPT2LAB_EXIT_CODE_FILE"); exit "$code" ;;
 esac
+if [[ $state != stopped ]]; then
+    # Starts since the last checkpoint; a job that somebody submitted again gets as many of its own.
+    starts=$(awk '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' \
+        "${status%/*}/metrics.jsonl")
+    if ((starts >= MAX_CRASHES && ${SLURM_RESTART_COUNT:-0} + 1 >= MAX_CRASHES)); then
+        [[ ${verdict:-0} == 0 ]] || code=$verdict
+        echo "error: $starts crashes without a new checkpoint; the last exit code was $code" >&2
+        exit "$code"
+    fi
+fi
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -33,21 +33,20 @@ def test_run_until_done_starts_again_after_a_kill(run, reference):
 
 
 def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
-    script = [UNTIL_DONE, sys.executable, str(launch.TRAIN)]
-    process = run.run_command([*script, *run.argv()], PAUSE="0", FAULT=PACE)
+    trainer = [sys.executable, str(launch.TRAIN)]
+    process = run.run_command([UNTIL_DONE, *trainer, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
-    assert run.stop(process) == 0
-    assert run.status()["reason"] == "SIGTERM"
-    process = run.run_command([*script, *run.argv(), "--n_layer=3"], PAUSE="0")
-    assert run.end_of(process) == 2
-    assert "a restart would meet the same" in run.errors()
-    how = {"PAUSE": "0", "MAX_CRASHES": "2", "FAULT": "step:kill9@20"}
-    process = run.run_command([*script, *run.argv()], **how)
-    assert run.end_of(process) == 1
-    assert "2 crashes without a new checkpoint" in run.errors()
-    process = run.run_command([*script, "--model=gpt2"])
-    assert run.end_of(process) == 2
-    assert "needs --run_name" in run.errors()
+    assert (run.stop(process), run.status()["reason"]) == (0, "SIGTERM")
+    crash = {"MAX_CRASHES": "2", "FAULT": "step:kill9@20"}
+    for words, how, code, message in (
+        ([*trainer, *run.argv("--n_layer=3")], {}, 2, "a restart would meet the same"),
+        ([*trainer, *run.argv()], crash, 1, "2 crashes without a new checkpoint"),
+        ([*trainer, "--model=gpt2"], {}, 2, "needs --run_name"),
+        ([], {}, 2, "usage: "),
+        (["no-program"], {}, 127, "code 127: a restart would meet the same"),
+    ):
+        assert run.end_of(run.run_command([UNTIL_DONE, *words], PAUSE="0", **how)) == code
+        assert message in run.errors()
 
 
 def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
@@ -55,8 +54,7 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
     command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
     process = run.run_command([UNTIL_DONE, *command], PAUSE="60")
     run.wait_until(process, lambda: "starting again" in run.errors(), "a crash")
-    assert run.stop(process) == 1
-    assert marks.read_text() == "start\n"
+    assert (run.stop(process), marks.read_text()) == (1, "start\n")
 
 
 def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run):
@@ -105,20 +103,28 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
         *(("stopped", "max_hours", True), ("stopped", "STOP file", False)),
         *(("stopped", "stop_after_steps", False), ("stopped", "early stopping", False)),
         *(("stopped", "stop_at", False), ("failed", "a process died", True)),
+        *(("failed", "without a new checkpoint", False), ("running", "", False)),
     ],
 )
 def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, reason, goes_back):
-    status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
+    ends = int(state != "stopped")
+    status = {"state": state, "reason": reason, "exit_code": ends if state == "failed" else None}
     (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")
+    starts, saved = '{"event": "begin"}\n' * 5, '{"event": "checkpoint"}\n{"event": "begin"}\n'
+    (tmp_path / "metrics.jsonl").write_text(starts + saved * goes_back)
     for name, does in (
-        ("torchrun", f"echo '{tmp_path}/said.json' > $GPT2LAB_STATUS_FILE"),
+        ("torchrun", f"echo '{tmp_path}/said.json' > $GPT2LAB_STATUS_FILE; exit {ends}"),
         ("scontrol", f"touch '{tmp_path}/is_back'"),
     ):
         launch.write_program(tmp_path / name, f"#!/bin/sh\n{does}\n")
     environment = {"TORCHRUN": str(tmp_path / "torchrun"), "SLURM_JOB_ID": "7"}
-    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    process = run.run_command(["bash", SLURM, *run.argv()], **environment)
-    assert run.end_of(process) == 0, run.errors()
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": "4"}
+    of_run = 0 if goes_back else ends
+    for word, nodes, code in (("-x", "1", of_run), ("--resume=2", "1", 2), ("-x", "2", 2)):
+        environment["SLURM_NNODES"] = nodes
+        process = run.run_command(["bash", SLURM, *run.argv(word)], **environment)
+        assert run.end_of(process) == code, run.errors()
+    assert "resume-command RUN --output slurm --nodes" in run.errors()
     assert (tmp_path / "is_back").exists() == goes_back
 
 
