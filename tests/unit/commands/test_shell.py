@@ -196,7 +196,10 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
         assert shlex.join(job.words) in text
     assert "--gpus" not in text, "the run was trained on a CPU"
-    _, on_gpus = plan_continuation(ResumeCommand(str(run_dir), nodes=2, gpus=1))
+    flags = ResumeCommand(str(run_dir), nodes=2, gpus=1)
+    with pytest.raises(ConfigError, match="device is cpu; add --device auto, or --gpus 0"):
+        plan_continuation(flags)
+    _, on_gpus = plan_continuation(flags, ["--device=auto"])
     text = write(on_gpus, output="slurm")
     for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
         assert part in text
