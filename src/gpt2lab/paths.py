@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from gpt2lab.errors import ConfigError
@@ -48,27 +49,29 @@ def runs_folder(typed: Path | None) -> Path:
     return from_working_directory(typed) if typed else from_repository(Path("checkpoints"))
 
 
-def command_words(verb: str, processes: int = 1) -> list[str]:
+def command_words(verb: str, processes: int = 1, *, anywhere: bool = False) -> list[str]:
     """Return the words that call a verb from the working directory, whether or not the environment is activated.
 
     They have the form in which this program was called, where the verb has it: `gpt2lab`, `python -m gpt2lab`, a
-    script, or `torchrun`; several processes are the flag --gpus of the others.
+    script, or `torchrun`; several processes are the flag --gpus of the others. `anywhere`: with full paths, which hold
+    in other folders and shells too.
     """
+    call, show = partial(program, anywhere=anywhere), str if anywhere else display_path
     called = Path(os.environ.get(LAUNCHED, sys.argv[0]))
     is_installed = (Path(sys.executable).parent / "gpt2lab").exists()
     by_module = called.parts[-2:] == ("gpt2lab", "__main__.py")
     by_script = called.suffix == ".py" and called.name != "__main__.py"
     gpus = ["--gpus", str(processes)] * (processes > 1)
     if verb in ("train", "finetune") and (by_script or not (is_installed or by_module)):
-        launcher = [program("python")]
+        launcher = [call("python")]
         if processes > 1 and "RANK" in os.environ and LAUNCHED not in os.environ:
-            launcher, gpus = [program("torchrun"), f"--nproc_per_node={processes}"], []
-        return [*launcher, *(display_path(Path(word)) for word in trainer(verb)), *gpus]
+            launcher, gpus = [call("torchrun"), f"--nproc_per_node={processes}"], []
+        return [*launcher, *(show(Path(word)) for word in trainer(verb)), *gpus]
     if by_module or not is_installed:
         # Without the package in the environment, Python finds it in the checkout.
-        found = [f"PYTHONPATH={display_path(REPOSITORY / 'src')}"] * (not by_module and IS_CHECKOUT)
-        return [*found, program("python"), "-m", "gpt2lab", *verb.split(), *gpus]
-    return [program("gpt2lab"), *verb.split(), *gpus]
+        found = [f"PYTHONPATH={show(REPOSITORY / 'src')}"] * (not by_module and IS_CHECKOUT)
+        return [*found, call("python"), "-m", "gpt2lab", *verb.split(), *gpus]
+    return [call("gpt2lab"), *verb.split(), *gpus]
 
 
 def child_environment() -> dict[str, str]:
@@ -106,9 +109,9 @@ def display_path(path: Path) -> str:
         return str(path)
 
 
-def program(name: str) -> str:
-    """Return how to call a program of this Python environment: by name, or by path if it is not activated."""
+def program(name: str, *, anywhere: bool = False) -> str:
+    """Return how to call a program of this environment: by name, by path if not activated, by full path `anywhere`."""
     ours = Path(sys.executable).parent / name
-    if not ours.exists() or shutil.which(name) == str(ours):
+    if not ours.exists() or (not anywhere and shutil.which(name) == str(ours)):
         return name
-    return display_path(ours)
+    return str(ours) if anywhere else display_path(ours)

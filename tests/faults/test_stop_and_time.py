@@ -36,7 +36,7 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
     assert (status["state"], status["exit_code"]) == ("stopped", 0)
     assert (status["step"], status["reason"]) == (stop["step"], reason)
     assert status["checkpoint"] == stop["checkpoint"]
-    assert "--resume latest" in status["resume"]
+    assert status["resume"].endswith(f"--resume latest --checkpoint_dir {run.path.parent}")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -158,8 +158,8 @@ def write(job: Job, *, output: Output) -> str:
                 f"again; resume it once with --output command, then write the job of {job.name}"
             )
         return write_slurm(job)
-    command, folder = _command(job), _here()
-    script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {folder}\nexec {command}"
+    command = _command(job, anywhere=output == "script")
+    script = f"#!/usr/bin/env bash\nset -euo pipefail\ncd {_here()}\nexec {command}"
     return script if output == "script" else command
 
 
@@ -213,12 +213,13 @@ def _here() -> str:
     return fmt.word_of_bash(str(Path.cwd()))
 
 
-def _command(job: Job, *of_torchrun: str) -> str:
+def _command(job: Job, *of_torchrun: str, anywhere: bool) -> str:
     """Write the command line of one node; `of_torchrun`: more flags of torchrun, for several processes."""
-    launcher = [paths.program("python")]
+    launcher = [paths.program("python", anywhere=anywhere)]
     if job.processes > 1:
         each = f"--nproc_per_node={job.processes}"
-        launcher = [paths.program("torchrun"), "--standalone", each, *of_torchrun]
+        torchrun = paths.program("torchrun", anywhere=anywhere)
+        launcher = [torchrun, "--standalone", each, *of_torchrun]
     return fmt.command_line((*launcher, *job.words))
 
 
@@ -229,9 +230,9 @@ def write_slurm(job: Job, tasks: Sequence[Sequence[str]] = ()) -> str:
     """
     import jinja2
 
-    start = _command(job, _SHUTDOWN)
+    start = _command(job, _SHUTDOWN, anywhere=True)
     if job.nodes > 1:
-        program = fmt.word_of_bash(paths.program("torchrun"))
+        program = fmt.word_of_bash(paths.program("torchrun", anywhere=True))
         start = (
             f"{program} --nnodes={job.nodes} --nproc_per_node={job.processes} {_SHUTDOWN} \\\n"
             f'    --rdzv_backend=c10d --rdzv_endpoint="$head:{_PORT}" --rdzv_id="$SLURM_JOB_ID" \\\n'

@@ -119,17 +119,21 @@ def command_to_continue(run_dir: Path, log: Log) -> str:
     return command
 
 
-def command_to_resume(run_dir: Path, *, world_size: int) -> str:
-    """Return the command line that continues a run on this machine."""
+def command_to_resume(run_dir: Path, *, world_size: int, anywhere: bool = False) -> str:
+    """Return the command line that continues a run on this machine; `anywhere`: from another folder too."""
     words = ("--run_name", run_dir.name, "--resume", "latest")
-    return _command(run_dir, program_of(run_dir), *words, processes=world_size)
+    return _command(run_dir, program_of(run_dir), *words, processes=world_size, anywhere=anywhere)
 
 
-def _command(run_dir: Path, verb: str, *words: str, processes: int = 1) -> str:
+def _command(
+    run_dir: Path, verb: str, *words: str, processes: int = 1, anywhere: bool = False
+) -> str:
     """Return a command line, with the folder of the runs if it is not the default one."""
-    place = ["--checkpoint_dir", paths.display_path(run_dir.parent)]
-    place *= run_dir.parent != paths.runs_folder(None)
-    return fmt.command_line([*paths.command_words(verb, processes), *words, *place])
+    folder = run_dir.parent
+    place = ["--checkpoint_dir", str(folder) if anywhere else paths.display_path(folder)]
+    place *= anywhere or folder != paths.runs_folder(None)
+    called = paths.command_words(verb, processes, anywhere=anywhere)
+    return fmt.command_line([*called, *words, *place])
 
 
 def program_of(run_dir: Path) -> Literal["train", "finetune"]:

@@ -174,7 +174,7 @@ def record_start(components: Components, folder: RunFolder | None, logger: Metri
         "attempt": start.attempt,
         "max_steps": start.plan.max_steps,
         "world_size": world_size,
-        "resume": summary.command_to_resume(start.run_dir, world_size=world_size),
+        "resume": summary.command_to_resume(start.run_dir, world_size=world_size, anywhere=True),
     }
     folder.write_status("running", step=state.step)
     # First of all: once the log continues from this step, no start may resume from a newer one.

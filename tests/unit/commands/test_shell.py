@@ -88,7 +88,7 @@ def test_a_script_runs_exactly_what_was_meant(place, output, name, words):
         here = Path(runs).resolve() / f"d{name}"
         here.mkdir()
         patch.chdir(here)  # the folder that the script goes to has a hostile name, too
-        patch.setattr(paths, "program", lambda name: name)
+        patch.setattr(paths, "program", lambda name, **_: name)
         meant = ["src/train.py", "--run_name", name, *words]
         text = write(Job(name, tuple(meant)), output=output)
         seen = executed(text, place)
@@ -194,6 +194,7 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir)
     for output in ("script", "slurm"):
         text = write(job, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+        assert f"{shlex.quote(str(Path(sys.executable).parent))}/torchrun --standalone" in text
         assert shlex.join(job.words) in text
     assert "--gpus" not in text, "the run was trained on a CPU"
     flags = ResumeCommand(str(run_dir), nodes=2, gpus=1)
