@@ -1,9 +1,9 @@
-# Every target is a thin line over a command that works without make. KEY=VALUE on the make line reaches the program:
+# Every target is a thin line over commands that work without make. KEY=VALUE on the make line reaches those that have
+# use for it; a KEY that none has is an error:
 #   make train GPUS=4 MODEL=gpt2 ARGS="--mini_batch_size 8"
 
 PYTHON ?= python3
 VENV   ?= .venv
-GPUS   ?= $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 MODEL  ?=
 RUN    ?=
 FROM   ?=
@@ -12,6 +12,12 @@ SOURCE ?= fineweb-edu
 PORT   ?= 6006
 MINUTES ?= 10
 ARGS   ?=
+
+# Counted once: the machine's, or as many of them as CUDA_VISIBLE_DEVICES names.
+ifeq ($(origin GPUS),undefined)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep ^GPU | \
+	head -n $$(echo "$${CUDA_VISIBLE_DEVICES-$$(seq -s, 99)}" | tr , '\n' | grep -c '^[^-]') | wc -l)
+endif
 
 KNOWN   := PYTHON VENV GPUS MODEL RUN FROM INSTRUCTIONS SOURCE PORT MINUTES ARGS
 UNKNOWN := $(filter-out $(KNOWN),$(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v))))
@@ -22,15 +28,20 @@ endif
 # $(call number,NAME): refuse a value that no program could take, before anything is started.
 number = $(if $(shell echo '$($1)' | grep -xE '[0-9]+'),,$(error $1=$($1) is not a number))
 $(call number,GPUS)$(call number,PORT)$(call number,MINUTES)
+$(if $(word 2,$(RUN)),$(error RUN=$(RUN) has a space; type the gpt2lab command without make))
+# Of a quickstart that was asked for: SOURCE=python-stdlib trains on Python's source text, with GPT-2's vocabulary.
+OTHER := $(if $(filter command line,$(origin SOURCE)),$(filter-out shakespeare python-stdlib,$(SOURCE)))
+$(if $(and $(filter quickstart,$(MAKECMDGOALS)),$(OTHER)),\
+	$(error quickstart trains on SOURCE=shakespeare or python-stdlib; for $(OTHER): make data, then make train))
 
 PY    := $(VENV)/bin/python
 LAB   := $(VENV)/bin/gpt2lab
+TYPED := $(if $(filter command line,$(origin GPUS)),$(if $(filter-out 0,$(GPUS)),--gpus $(GPUS)))
 MANY  := $(filter-out 0 1,$(GPUS))
 RANKS := $(if $(MANY),--gpus $(GPUS))
 START := $(PY) src/train.py $(RANKS)
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
-# make quickstart SOURCE=python-stdlib trains on Python's source text, with GPT-2's vocabulary.
 OLD   := $(filter python-stdlib,$(SOURCE))
 QUICK := $(or $(RUN),quickstart-$(shell date +%Y%m%d-%H%M%S))
 NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
@@ -51,7 +62,6 @@ define install
 	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 endef
 
-.DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
 	test test-fast test-core test-slow test-faults faults soak syscall-sweep start-sweep power-cut-replay wrong-kinds \
@@ -111,13 +121,13 @@ check preflight: install  ## try disk, memory, data, a step and the network for 
 	@$(START) --preflight $(FLAGS)
 
 estimate: install  ## how long the newest run still takes; ARGS="--gpu H100 --tokens 10B" to predict one
-	@$(LAB) estimate $(FLAGS)
+	@$(LAB) estimate $(TYPED) $(FLAGS)
 
 gpu-info: install  ## show versions, GPUs, processor and free memory
 	@$(LAB) doctor $(ARGS)
 
 memory-check: install  ## compare the predicted peak memory with what is free
-	@$(LAB) doctor --model $(or $(MODEL),gpt2) $(ARGS)
+	@$(LAB) doctor --model $(or $(MODEL),gpt2) $(TYPED) $(ARGS)
 
 status: install  ## all runs at a glance; ARGS="--watch 5" keeps it on the screen
 	@$(LAB) status $(ARGS)

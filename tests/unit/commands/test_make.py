@@ -4,11 +4,10 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from launch import REPOSITORY, TO_ITS_END, worked
+from launch import REPOSITORY, TO_ITS_END, worked, write_program
 
 # Target -> what its last line must hold, for GPUS=1 RUN=x. Those of the issue's daily verbs, and the others.
 LINES = {
@@ -17,8 +16,8 @@ LINES = {
     "resume": "src/train.py --resume latest --run_name x",
     **{"list": "gpt2lab runs list x", "dry-run": "gpt2lab train --dry_run --run_name x"},
     **dict.fromkeys(("check", "preflight"), "src/train.py --preflight --run_name x"),
-    **{"estimate": "gpt2lab estimate --run_name x", "gpu-info": "gpt2lab doctor"},
-    **{"memory-check": "gpt2lab doctor --model gpt2", "status": "gpt2lab status"},
+    **{"estimate": "gpt2lab estimate --gpus 1 --run_name x", "gpu-info": "gpt2lab doctor"},
+    **{"memory-check": "gpt2lab doctor --model gpt2 --gpus 1", "status": "gpt2lab status"},
     "eval": "gpt2lab evaluate x",
     "eval-quick": "gpt2lab evaluate x --val_tokens 131072 --hellaswag_limit 200",
     "finetune": "src/finetune.py --init_from y --instructions demo --run_name x",
@@ -39,12 +38,12 @@ ELSEWHERE = (
 )
 
 
-def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+def make(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Show what make would run, and run nothing."""
     command = ["make", "-n", "--no-print-directory", *words]
     # Not the variables of a make that runs these tests.
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    return subprocess.run(command, cwd=folder, env=own, **TO_ITS_END)
+    return subprocess.run(command, cwd=REPOSITORY, env={**own, **more}, **TO_ITS_END)
 
 
 @pytest.mark.parametrize("target", LINES)
@@ -63,18 +62,26 @@ def test_every_target_is_in_the_help_and_in_this_test_and_the_fast_tests_exist()
     assert len(paths) > 10
     assert all((REPOSITORY / path).exists() for path in paths)
     text = (REPOSITORY / "Makefile").read_text()
-    lines = re.findall(r"^([a-z -]+):.*## ", text, re.M)
-    targets = {word for line in lines for word in line.split()}
+    targets = {*" ".join(re.findall(r"^([a-z -]+):.*## ", text, re.M)).split()}
     assert targets == {*LINES, *ELSEWHERE.split()}
     (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)", text, re.M)
     assert targets == set(phony.replace("\\", "").split())
 
 
-def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone():
-    needed = {"report": {"requirements.txt"}, "plot": {"requirements.txt", "requirements-plot.txt"}}
+@pytest.mark.parametrize(("seen", "count"), [("1", 1), ("0,1,7", 2), ("", 0), ("-1", 0), (None, 2)])
+def test_gpus_are_counted_once_and_only_those_that_are_visible(seen, count, tmp_path):
+    fake = f"#!/bin/sh\necho x >> {tmp_path}/calls\nprintf 'GPU 0: A\\nGPU 1: B\\n'\n"
+    write_program(tmp_path / "nvidia-smi", fake)
+    visible = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    shown = make("train", PATH=f"{tmp_path}:{os.environ['PATH']}", **visible).stdout
+    assert ("--gpus 2" in shown, (tmp_path / "calls").read_text()) == (count == 2, "x\n")
+
+
+def test_each_target_installs_what_it_needs_and_a_container_the_package():
+    plain = {"requirements.txt"}
+    needed = {"report": plain, "plot": {*plain, "requirements-plot.txt"}}
     for target, files in needed.items():
-        shown = make(target, "VENV=/nowhere", "RUN=x").stdout
-        assert set(re.findall(r"-r (\S+)", shown)) == files
+        assert set(re.findall(r"-r (\S+)", make(target, "VENV=/nowhere", "RUN=x").stdout)) == files
     assert "--no-deps --editable ." in (REPOSITORY / "Dockerfile").read_text()
     pinned = (REPOSITORY / "requirements-plot.txt").read_text()
     assert {*re.findall(r"^(\w+)==", pinned, re.M)} == {"matplotlib"}
@@ -89,6 +96,8 @@ def test_variables_arrive_and_wrong_ones_are_rejected():
         (("train", "GPU=4"), "unknown variable GPU"),
         (("train", "GPUS=four"), "GPUS=four is not a number"),
         (("tensorboard", "PORT=x"), "PORT=x is not a number"),
+        (("sample", "RUN=a b"), "RUN=a b has a space"),
+        (("quickstart", "SOURCE=my.txt"), "quickstart trains on SOURCE=shakespeare or"),
         (("finetune",), "which model? FROM=run or FROM=hf:gpt2"),
         *(((one,), "which run? RUN=name") for one in of_a_run),
     ):
@@ -131,8 +140,7 @@ def test_ci_runs_what_the_readme_begins_with():
 )
 def test_the_quickstart_ends_with_the_report_of_its_own_run(typed, prepares, trains):
     lines = make("quickstart", "GPUS=0", *typed).stdout.splitlines()
-    ours = [line for line in lines if "bin/gpt2lab" in line or "src/" in line]
-    prepared, trained, reported = ours
+    prepared, trained, reported = (ln for ln in lines if "bin/gpt2lab" in ln or "src/" in ln)
     assert prepared.endswith(f"gpt2lab prepare {prepares}")
     assert trains in trained
     name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)
