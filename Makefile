@@ -147,7 +147,11 @@ finetune: install  ## teach FROM=run or FROM=hf:gpt2 to answer: INSTRUCTIONS=pai
 chat: install  ## talk to RUN=name, which make finetune made
 	@$(LAB) chat $(NAMED) $(ARGS)
 
-export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder exports/name
+$(VENV)/.installed-export: requirements-dev.txt $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep -E '^(transformers|gguf)==' $<)
+	@touch $@
+
+export: $(VENV)/.installed-export  ## write RUN=name as a Hugging Face folder exports/name
 	@$(LAB) export $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)
 
 plot: $(VENV)/.installed-plot  ## draw the curves of RUN=name

@@ -79,7 +79,7 @@ def test_gpus_are_counted_once_and_only_those_that_are_visible(seen, count, tmp_
 
 def test_each_target_installs_what_it_needs_and_a_container_the_package():
     plain = {"requirements.txt"}
-    needed = {"report": plain, "plot": {*plain, "requirements-plot.txt"}}
+    needed = {"report": plain, "export": plain, "plot": {*plain, "requirements-plot.txt"}}
     for target, files in needed.items():
         assert set(re.findall(r"-r (\S+)", make(target, "VENV=/nowhere", "RUN=x").stdout)) == files
     assert "--no-deps --editable ." in (REPOSITORY / "Dockerfile").read_text()
