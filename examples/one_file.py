@@ -54,8 +54,7 @@ def stop(message: object, code: int = 2) -> NoReturn:
 # The model learns from windows of T + 1 ids: it sees the first T and predicts the last T, each from
 # those before it. Window k of a shard begins at token k * T, so each token is predicted once in an
 # epoch, a pass over the data. The windows of all epochs are numbered 0, 1, 2, ...: step 1 trains
-# the first S of them, step 2 the next S. Seed and number alone decide which window that is, so a
-# run can be repeated on any machine, and continued from any step.
+# the first S of them, step 2 the next S. Seed and number alone decide which, on every machine.
 class Split:
     """The windows in the shards of a split."""
 
@@ -65,11 +64,10 @@ class Split:
         self.max_id = max(file["max_id"] for file in manifest["files"])
         known = GPT2 if manifest["tokenizer"]["name"] == "gpt2" else {}
         self.tokenizer, self.T = {**known, **manifest["tokenizer"]}, T
-        # A memory map: ids stay on disk until they are used.
-        self.shards = [np.load(folder / name, mmap_mode="r") for name in names]
+        self.shards = [np.load(folder / n, "r") for n in names if n.endswith(".npy")]  # memory maps
         self.windows = np.array([(len(ids) - 1) // T for ids in self.shards])
-        if not names or self.windows.min() < 1:
-            raise ValueError(f"{split} needs shards, of more than context_length {T} tokens")
+        if not self.shards or self.windows.min() < 1:
+            raise ValueError(f"{split} needs .npy shards, of more than context_length {T} tokens")
         self.size = int(self.windows.sum())
 
     def locate(self, number: int, shuffle: str = "none", seed: int = 0) -> tuple[int, int]:
@@ -277,17 +275,19 @@ def main(argv: list[str] | None = None) -> None:
     matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
     groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
-    with open(args.json, "w") as log:
+    with open(args.json, "w", buffering=1) as log:
         for step in range(last + 1):
             if step > 0:
                 numbers, lr = range((step - 1) * S, step * S), lr_at(step, last, args.max_lr)
                 ids = train.read([train.locate(n, args.shuffle, args.seed) for n in numbers])
                 loss, norm = train_step(model, optimizer, ids, B, lr)
                 print(f"step {step}/{last} | loss {loss:.4f} | lr {lr:.1e} | norm {norm:.2f}")
-                result = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
-                print(json.dumps(result), file=log, flush=True)
+                print(json.dumps(dict(step=step, loss=loss, grad_norm=norm, lr=lr)), file=log)
             if step % EVAL_FREQ == 0 or step == last:
-                print(f"step {step}/{last} | val loss {validation_loss(model, val, B):.4f}")
+                loss = validation_loss(model, val, B)
+                print(f"step {step}/{last} | val loss {loss:.4f}")
+    if not math.isfinite(loss):
+        stop("the validation loss is not finite; try a lower --max_lr", code=76)
     drawn = sample(model, val.shards[0][:16].tolist(), args.seed)
     text = bytes(id for id in drawn if id < 256).decode(errors="replace")
     print("sample:", repr(text) if val.tokenizer["name"] == "bytes" else f"token ids {drawn}")

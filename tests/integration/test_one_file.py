@@ -151,12 +151,16 @@ def test_less_data_than_a_step_and_damaged_data_are_one_line(data, tmp_path):
     shutil.copytree(data / "bytes", tmp_path / "cut")
     shard = next((tmp_path / "cut").glob("*train*.npy"))
     shard.write_bytes(shard.read_bytes()[:-8])
-    done = launch.call(FILE, *flags, f"--data_dir={tmp_path / 'cut'}", "--total_batch_size=16")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    manifest = (tmp_path / "cut" / "shards.json").read_text()
+    for text in (manifest, manifest.replace(".npy", ".bin")):
+        (tmp_path / "cut" / "shards.json").write_text(text)
+        done = launch.call(FILE, *flags, f"--data_dir={tmp_path / 'cut'}", "--total_batch_size=16")
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "needs .npy shards" in done.stderr
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(data):
-    done = launch.call(FILE, *flags_of(data, "bytes", "--max_lr=1e30"))
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_a_loss_that_is_not_finite_ends_the_run(steps, data):
+    done = launch.call(FILE, *flags_of(data, "bytes", "--max_lr=1e30", f"--max_steps={steps}"))
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 76
-    assert "--max_lr" in line
+    assert (done.returncode, "--max_lr" in line) == (76, True)
