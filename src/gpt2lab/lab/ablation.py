@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 
 MAX_SEEDS = 20  # default of --max_seeds
+_LEAST_POINTS = 3  # of a curve: the start, the end, and one between them
 
 
 @dataclass(frozen=True)
@@ -257,19 +259,22 @@ def finished(own: Sequence[Curve | None]) -> list[Curve] | None:
 
 
 def read_curve(run_dir: Path) -> Curve:
-    """Return the curve of a complete run, without its evaluation before the first step.
+    """Return the curve of a complete run, from its evaluation before the first step.
 
-    Raises: CheckError if it logged no finite validation loss.
+    Raises: CheckError if it logged no finite validation loss after a step.
     """
     log = history.read_log(run_dir)
-    evals, taken = log.current("eval"), set(log.numbers.tolist())
+    evals, taken = log.current("eval"), {0, *log.numbers.tolist()}
     kept = [s for s in sorted(evals) if s in taken and is_number(evals[s].get("val_loss"))]
-    if not kept:
-        raise CheckError(f"{run_dir}: no validation loss was logged")
-    rows = np.searchsorted(log.numbers, kept)
+    if not any(kept):
+        raise CheckError(
+            f"{run_dir}: no validation loss was logged; remove that folder to train it again"
+        )
+    rows = np.searchsorted(log.numbers, kept, side="right")  # with nothing before the first step
+    tokens, seconds = log.column("tokens"), log.column("step_seconds").cumsum()
     return Curve(
-        tuple(log.column("tokens")[rows].astype(int).tolist()),
-        tuple(log.column("step_seconds").cumsum()[rows].tolist()),
+        tuple(np.append(0, tokens)[rows].astype(int).tolist()),
+        tuple(np.append(0, seconds)[rows].tolist()),
         tuple(evals[step]["val_loss"] for step in kept),
     )
 
@@ -277,8 +282,7 @@ def read_curve(run_dir: Path) -> Curve:
 def reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
     """Return (tokens, seconds) at which a curve first reaches a loss; None if it never does, or if one is unknown.
 
-    The loss is interpolated linearly between evaluations; nothing is known before the first one, so a target above the
-    first loss counts as reached there.
+    The loss is interpolated linearly between evaluations; a target above the first loss counts as reached there.
     """
     if curve is None or target is None:
         return None
@@ -321,12 +325,15 @@ def compare(
     """Return the table of {setting: a curve per seed, None where it diverged}; the first setting is the baseline.
 
     Without a target each seed has its own: the baseline's last loss with that seed. Ratios are to the baseline with
-    the same seed. A setting may have fewer seeds than the baseline: its first ones.
+    the same seed. A setting may have fewer seeds than the baseline: its first ones. What a run needed to reach its
+    loss is unknown if any was measured at its ends alone.
     """
-    baseline = next(iter(curves.values()))
+    baseline, of_all = next(iter(curves.values())), itertools.chain(*curves.values())
     targets = [
         target if target is not None or curve is None else curve.losses[-1] for curve in baseline
     ]
+    if any(curve is not None and len(curve.losses) < _LEAST_POINTS for curve in of_all):
+        targets = [None] * len(baseline)
     base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
     differences = last_differences(curves)
     rows = []
@@ -365,7 +372,8 @@ def _over_reached(
 ) -> tuple[OverSeeds | None, OverSeeds | None]:
     """Return what the seeds needed to reach the loss, and the ratio to the baseline; None if one did not reach it."""
     reached = [place[unit] for place in found if place]
-    ratios = [a[unit] / b[unit] for a, b in zip(found, base, strict=False) if a and b]
+    pairs = zip(found, base, strict=False)  # a baseline may be there before its first step
+    ratios = [a[unit] / b[unit] for a, b in pairs if a and b and b[unit]]
     return (
         over_seeds(reached) if len(reached) == len(found) else None,
         over_seeds(ratios) if len(ratios) == len(found) else None,
@@ -406,6 +414,8 @@ def write_markdown(
     note = "±: half of the 95 % interval over seeds (Student's t); differences and ratios are paired by seed."
     if until_decided:
         note += " ± ignores that seeds were added until a decision; the confidence sequences account for it."
+    if rows[0].reached is None and not rows[0].diverged:
+        note += " n/a: losses at its start and end alone do not show when a run reached another; set --eval_freq."
     table = fmt.markdown_table([*header, "ratio", "seconds to it", "ratio"], lines)
     return f"{table}\n\n{note}"
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait and terminate
 _SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
+_MEASURED = ("val_tokens", "eval_freq")  # they decide the curve of a run, though not its training
 _LONGEST = 240  # bytes of a run's name: a file's name has 255, and writing settings adds 15
 
 
@@ -250,7 +251,7 @@ def require_own_settings(run: SeedRun) -> None:
     wanted, had = to_flat(start.config), to_flat(history.read_config(run.folder))
     for name, value in wanted.items():
         differs = value not in (None, "auto") and had[name] != value
-        if differs and (policy_of(name, start.config) != "free" or name == "val_tokens"):
+        if differs and (policy_of(name, start.config) != "free" or name in _MEASURED):
             raise ConfigError(
                 f"{paths.display_path(run.folder)} was run with {name} {had[name]}, not {value}; "
                 f"rename the setting or remove that folder"

@@ -28,7 +28,7 @@ from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import TINY, parse, pretrain
 
-FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
+FALLING = Curve((0, 200, 300), (0.0, 2.0, 3.0), (6.0, 4.0, 3.5))
 
 
 def plan_runs(
@@ -68,7 +68,7 @@ def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, wo
 
 
 def test_a_loss_is_reached_between_the_evaluations_around_it() -> None:
-    places = {4.5: (150.0, 1.5), 4.0: (200.0, 2.0), 3.75: (250.0, 2.5), 9.0: (100.0, 1.0)}
+    places = {5.0: (100.0, 1.0), 4.0: (200.0, 2.0), 3.75: (250.0, 2.5), 9.0: (0.0, 0.0)}
     for target, place in places.items():
         assert reach(FALLING, target) == pytest.approx(place)
     assert reach(FALLING, 3.4) is None
@@ -77,8 +77,8 @@ def test_a_loss_is_reached_between_the_evaluations_around_it() -> None:
 def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     """The second seed's baseline ends at 4.0, which its rival reaches after 100 of 300 tokens."""
     slow = Curve((100, 200, 300), (2.0, 4.0, 6.0), (6.0, 5.0, 4.0))
-    fast = Curve((100, 200), (1.5, 3.0), (4.0, 3.0))
-    half = Curve((100, 200), (1.5, 3.0), (4.5, 3.0))
+    fast = Curve((0, 100, 200), (0.0, 1.5, 3.0), (6.0, 4.0, 3.0))
+    half = Curve((0, 100, 200), (0.0, 1.5, 3.0), (6.0, 4.5, 3.0))
     base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
     assert (base.tokens_ratio, base.tokens_to_loss) == (exactly(1.0), exactly(300.0))
     first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
@@ -93,10 +93,12 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     base, rival = compare({"a": [rising] * 2, "b": [rising] * 2}, target=None)
     assert base.tokens_ratio == rival.tokens_ratio == exactly(1.0)
     # A loss that a seed does not reach has no mean.
-    flat = Curve((100,), (1.0,), (9.0,))
+    flat = Curve((0, 50, 100), (0.0, 0.5, 1.0), (9.0, 9.0, 9.0))
     _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
     assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
     assert rival.loss == over_seeds([3.5, 9.0])
+    base, rival = compare({"a": [FALLING] * 2, "b": [FALLING] * 2}, target=9.0)  # from the start
+    assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (exactly(0.0), None, 2)
 
 
 def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
@@ -106,8 +108,10 @@ def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
         return Curve((100, 200), (1.0, 2.0), (9.0, loss))
 
     base = [ends(3.0), ends(4.0), ends(5.0)]
-    _, rival = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
-    found = rival.loss_difference
+    rows = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
+    found = rows[1].loss_difference
+    assert (rows[1].tokens_to_loss, rows[1].reached) == (None, None)  # between both ends
+    assert "losses at its start and end alone" in write_markdown(rows, target=None)
     assert found.mean == pytest.approx(-0.55)
     assert found.se == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
     assert found.half_width == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
@@ -157,15 +161,17 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
     assert (cold["setting"], cold["tokens"], cold["reached"]) == ("cold", 768, 2)
     assert hot["tokens_ratio"]["value"] < 1
     logged = [e["val_loss"] for e in launch.events(tmp_path / "cold_seed2", "eval")]
-    assert list(cold["curves"][1]["losses"]) == logged[1:]
+    assert list(cold["curves"][1]["losses"]) == logged
+    assert cold["curves"][1]["tokens"] == (0, 256, 512, 768)
     assert markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
 
     settings["hot"][0] = "--max_lr=0.02"
     with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02"):
         plan_runs(settings, shared, seeds=(1,), out=tmp_path)
     settings["hot"][0] = "--max_lr=0.01"
-    with pytest.raises(ConfigError, match=r"cold_seed1 was run with val_tokens 320, not 160"):
-        plan_runs(settings, [*shared, "--val_tokens=160"], seeds=(1,), out=tmp_path)
+    for name, had, other in (("val_tokens", 320, 160), ("eval_freq", 2, 1)):
+        with pytest.raises(ConfigError, match=f"cold_seed1 was run with {name} {had}, not {other}"):
+            plan_runs(settings, [*shared, f"--{name}={other}"], seeds=(1,), out=tmp_path)
     record = tmp_path / "cold_seed1" / "run.json"
     record.write_text(record.read_text().replace('"data_fingerprint": "', '"data_fingerprint": "0'))
     with pytest.raises(DataError, match="cold_seed1 was trained on other data than its data"):
@@ -249,24 +255,20 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(shared, tmp_pat
 
 
 def test_the_failure_is_named_not_the_runs_that_did_not_start_after_it(shared, tmp_path):
-    class Crowded(Machine):
-        def start(self, run: SeedRun, environment: dict[str, str]) -> Any:
-            raise CheckError("no room for a process")
-
+    crowded = Mock(wraps=Machine())
+    crowded.start.side_effect = CheckError("no room for a process")
     runs = plan_runs({"a": []}, shared, seeds=tuple(range(9)), out=tmp_path)
     for _ in range(5):  # the order in which threads end is chance
         with pytest.raises(CheckError, match="no room for a process"):
-            run_all(runs, jobs=2, machine=Crowded())
+            run_all(runs, jobs=2, machine=crowded)
 
 
 def test_no_run_starts_after_a_table_could_not_be_written(shared, tmp_path, capsys):
-    class Slow(Machine):
-        def start(self, run: SeedRun, environment: dict[str, str]) -> Any:
-            return subprocess.Popen(["sleep", "0.3"], stderr=subprocess.PIPE, text=True)
-
+    slow = Mock(wraps=Machine())
+    slow.start = lambda *_: subprocess.Popen(["sleep", "0.3"], stderr=subprocess.PIPE, text=True)
     runs = plan_runs({"a": []}, shared, seeds=tuple(range(9)), out=tmp_path)
     with pytest.raises(ZeroDivisionError):
-        run_all(runs, jobs=2, machine=Slow(), refresh=lambda done: 1 / 0, may_stop=True)
+        run_all(runs, jobs=2, machine=slow, refresh=lambda done: 1 / 0, may_stop=True)
     assert "[9/9] " not in capsys.readouterr().err
 
 

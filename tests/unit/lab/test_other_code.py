@@ -71,10 +71,7 @@ def assert_nothing_is_left(repository: Path, out: Path) -> None:
         ("main", "^nothing to compare: .* --code main my-branch$"),
         *launch.slow(
             ("main late", "code-late_seed1 failed with exit code 1: error: too late"),
-            (
-                "main log",
-                "code-log_seed1: its code writes a log that this program cannot read: .*line",
-            ),
+            ("main log", "log_seed1: its code writes a log that this program cannot read: .*line"),
         ),
     ],
 )
