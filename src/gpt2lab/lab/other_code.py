@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
+from gpt2lab.errors import CheckError, ConfigError, SavedInterrupt, SaveError, system_errors_as
 from gpt2lab.files import JsonFile, replace_durably, temporary_folder
 from gpt2lab.lab.ablation import Ablation
 from gpt2lab.lab.seed_runs import Setting, check_runs, chosen_values, plan_runs, run_all
@@ -38,6 +38,7 @@ _VAL_TOKENS = 65_536  # at most, of a short run
 _MEASURES = ("--", *(f"src/gpt2lab/{name}" for name in ("evaluation", "data", "tokenizers")))
 # Settings that only surround a run; a short run is without them.
 _SURROUNDINGS = ("track", "use_", "checkpoint_mirror", "hellaswag_", "core", "max_hours")
+_OF_LENGTH = ("warmup_steps", "data_weights_at")  # a whole run of few steps has its own, or none
 
 # -- git -------------------------------------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ def with_code(
 
     `code.json` keeps settings and facts: a second start neither repeats the short runs nor mixes other code in.
 
-    Raises: ConfigError, CheckError, SaveError, SavedInterrupt.
+    Raises: ConfigError, CheckError, SaveError, KeyboardInterrupt.
     """
     of = {name: commits[one.ref or "HEAD"] for name, one in ablation.settings.items()}
     asked = {
@@ -193,7 +194,7 @@ def compare_bits(
     was asked for: uncompiled, because a compiler orders sums anew. Where no bit differs, turns of the run as it was
     asked for compare seconds and memory.
 
-    Raises: CheckError if a run fails, or if the baseline diverges.
+    Raises: CheckError if a run fails, or if the baseline diverges; KeyboardInterrupt, which keeps none of them.
     """
     baseline, *same = settings
     found: dict[str, dict[str, Any]] = {}
@@ -207,7 +208,10 @@ def compare_bits(
         say(f"short runs, turn {number + 1} of {len(turns)}: {' and '.join(order)}")
         placed = {name: _cut_short(settings[name], changed) for name in order}
         runs = plan_runs(placed, seeds=(seed,), out=place / f"turn{number}")
-        run_all(runs, on_divergence="continue", may_stop=True)
+        try:
+            run_all(runs, on_divergence="continue", may_stop=True)
+        except SavedInterrupt:
+            raise KeyboardInterrupt("the next start repeats all short runs") from None
         if all(history.has_diverged(run.folder) for run in runs):
             raise CheckError(
                 f"{' and '.join(order)} diverge within {STEPS} steps; lower the learning rate"
@@ -228,7 +232,8 @@ def _cut_short(setting: Setting, changed: Mapping[str, Any]) -> Setting:
     val_tokens = min(setting.request.config.eval.val_tokens, _VAL_TOKENS)
     off = {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0, "val_tokens": val_tokens}
     request = setting.request.with_settings(**off, **changed)
-    chosen = {name for name in request.chosen if not name.startswith(_SURROUNDINGS)}
+    left_out = (*_SURROUNDINGS, *_OF_LENGTH) if "max_steps" in changed else _SURROUNDINGS
+    chosen = {name for name in request.chosen if not name.startswith(left_out)}
     request = dataclasses.replace(request, chosen=frozenset(chosen))
     flags = (*setting.flags, f"--stop_after_steps={STEPS}")
     return dataclasses.replace(setting, request=request, flags=flags)
@@ -250,7 +255,8 @@ def _costs(name: str, baseline: str, logs: Mapping[str, list[history.Log]]) -> d
     seconds: dict[str, list[float]] = {name: [], baseline: []}
     for one, found in seconds.items():
         for log in logs[one]:  # what else the machine does only adds to a step: its lower quartile
-            of_steps = log.column("step_seconds")[history.WARM_UP :]
+            of_steps = log.column("step_seconds")
+            of_steps = of_steps[history.WARM_UP :] if len(of_steps) > history.WARM_UP else of_steps
             found.append(float(np.quantile(of_steps, 0.25)))
     memory = {one: max(log.peak_memory() or 0 for log in logs[one]) for one in (name, baseline)}
     ratio = over_seeds([a / b for a, b in zip(*seconds.values(), strict=True)])
@@ -259,8 +265,9 @@ def _costs(name: str, baseline: str, logs: Mapping[str, list[history.Log]]) -> d
     faster, slower = ratio.high < 1 - LEAST, ratio.low > 1 + LEAST
     speed = "faster" if faster else "slower" if slower else "not decided"
     a, b = (fmt.num_bytes(one) for one in memory.values())
+    steps = fmt.number_of(len(logs[baseline][0].numbers), "step")
     said = (
-        f"{name} does not touch the arithmetic: the first {STEPS} steps, and a whole run of {STEPS} steps, have the "
+        f"{name} does not touch the arithmetic: the first {steps}, and a whole run of {STEPS} steps, have the "
         f"bits of {baseline}. A step takes {ratio.mean:.3f} of its time (95 % interval {ratio.low:.3f} to "
         f"{ratio.high:.3f} over {TURNS} turns: {speed}) and {a} of memory instead of {b}."
     )

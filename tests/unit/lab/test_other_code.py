@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,9 +13,12 @@ import launch
 from benchmarks.planted_changes import GPT, git, plant
 from gpt2lab import paths
 from gpt2lab.commands import ablate
-from gpt2lab.errors import CheckError, ConfigError
+from gpt2lab.config.request import RunRequest
+from gpt2lab.errors import CheckError, ConfigError, SavedInterrupt
 from gpt2lab.lab import other_code
 from gpt2lab.lab.other_code import find_commits
+from gpt2lab.lab.seed_runs import Setting
+from gpt2lab.runs import history
 from tiny import TINY
 
 SETTINGS = "src/gpt2lab/config/schema.py"
@@ -75,9 +79,7 @@ def assert_nothing_is_left(repository: Path, out: Path) -> None:
         ),
     ],
 )
-def test_code_that_cannot_be_compared_or_fails_later_is_named(
-    refs, says, repository, flags, tmp_path
-):
+def test_code_that_cannot_be_compared_is_named(refs, says, repository, flags, tmp_path):
     with pytest.raises(CheckError if "seed1" in says else ConfigError, match=says):
         ablate.main([*flags, "--code", *refs.split()])
     assert_nothing_is_left(repository, tmp_path / "out")
@@ -142,7 +144,8 @@ def test_a_change_of_a_bit_goes_to_the_seeds(repository, flags, tmp_path, capfd,
 def test_changes_of_no_bit_get_no_seeds(repository, flags, tmp_path, capfd, monkeypatch):
     """12 short runs; what only surrounds a run is left out of them."""
     monkeypatch.setattr(other_code, "TURNS", 2)
-    own = ["--max_steps=30", "--n_embd=32", "--use_tensorboard", "--hellaswag_freq=1", "--jobs=1"]
+    own = ["--max_steps=30", "--n_embd=32", "--use_tensorboard", "--hellaswag_freq=1"]
+    own += ["--warmup_steps=25"]  # a whole run of 20 steps has its own
     assert ablate.main(["--code", "main", "slow", "refactoring", *flags, *own]) == 0
     assert_nothing_is_left(repository, tmp_path / "out")
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
@@ -157,6 +160,18 @@ def test_changes_of_no_bit_get_no_seeds(repository, flags, tmp_path, capfd, monk
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("ablation.json", "ablation.md", "code.json")
     ]
+
+
+def test_short_runs_may_have_one_step_and_are_not_kept(tmp_path, monkeypatch):
+    launch.append(tmp_path, event="step", attempt=1, step=1, tokens=64, step_seconds=1.0)
+    costs = other_code._costs("b", "a", dict.fromkeys("ab", [history.read_log(tmp_path)] * 2))
+    assert (
+        "arithmetic: the first 1 step, and a whole run of 20 steps, have" in costs["sentences"][0]
+    )
+    monkeypatch.setattr(other_code, "run_all", Mock(side_effect=SavedInterrupt("saved")))
+    settings = dict.fromkeys("ab", Setting(RunRequest()))
+    with pytest.raises(KeyboardInterrupt, match="the next start repeats all short runs"):
+        other_code.compare_bits(settings, seed=1, place=tmp_path)
 
 
 @pytest.mark.slow
