@@ -74,7 +74,8 @@ def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> N
     require_enough([(plan.parameters, plan.tokens) for plan in plans])
     check_runs([*rungs, *checks, *tops])
     _train_branches(family, rungs, machine, jobs=jobs)
-    run_all([*rungs, *checks], jobs=jobs, machine=machine)
+    run_all(rungs, jobs=jobs, machine=machine)
+    run_all(checks, jobs=jobs, machine=machine, on_divergence="continue")
     if tops:
         say(describe_prediction(predict_top(family)))
         run_all(tops, jobs=jobs, machine=machine)
@@ -104,7 +105,7 @@ def first_starts(rungs: Sequence[SeedRun]) -> dict[str, Start]:
 
     Raises: ConfigError if they differ in more than size, length and learning rate.
     """
-    starts = {run.setting: fresh_start(run) for run in {run.setting: run for run in rungs}.values()}
+    starts = {run.setting: fresh_start(run) for run in rungs if run.seed == rungs[0].seed}
     first, *others = starts
     one = ladder.shared_settings(starts[first].config)
     for name in others:
@@ -297,15 +298,20 @@ def _rates(family: Family, found: Ladder) -> list[dict[str, Any]]:
     """Compare the learning rate of the rule with the others at the checked rungs, seed by seed.
 
     The rule holds if its mean loss is not above the best one by more than half of the 95 % interval of their
-    difference; unknown (None) with a single seed.
+    difference; unknown (None) with a single seed. A factor of which a seed diverged has no losses (None).
     """
     rows = []
     for name, others in family.rate_runs().items():
         rung = found.fit.rungs[list(family.rungs).index(name)]
-        losses = {1.0: rung.losses}
+        losses, diverged = {1.0: rung.losses}, dict[float, None]()
         try:
             for factor, runs in others.items():
-                losses[factor] = _losses(family, runs, tokens=rung.tokens)
+                for run in runs:
+                    require_own_settings(run)
+                if any(history.has_diverged(run.folder) for run in runs):
+                    diverged[factor] = None
+                else:
+                    losses[factor] = _losses(family, runs, tokens=rung.tokens)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -315,7 +321,7 @@ def _rates(family: Family, found: Ladder) -> list[dict[str, Any]]:
         rows.append(
             {
                 "rung": name,
-                "losses": {f"{factor:g}": list(losses[factor]) for factor in sorted(losses)},
+                "losses": {f"{k:g}": v for k, v in sorted((losses | diverged).items())},
                 "best_factor": best,
                 "difference": behind.mean,
                 "half_interval": half,
@@ -406,7 +412,9 @@ def describe_results(document: Mapping[str, Any]) -> str:
     ]
     lines += [_describe_rate(row) for row in document["rates"]]
     if document["prediction"] is not None:
-        lines += ["", describe_prediction(document["prediction"])]
+        same = document["prediction"]["inputs_sha256"] == document["inputs_sha256"]
+        note = "" if same else "; made from other rungs than this law"
+        lines += ["", f"{describe_prediction(document['prediction'])}{note}"]
     if (scored := document["score"]) is not None:
         verdict = "inside" if scored["inside_interval"] else "OUTSIDE"
         lines.append(
@@ -418,7 +426,8 @@ def describe_results(document: Mapping[str, Any]) -> str:
 
 def _describe_rate(row: Mapping[str, Any]) -> str:
     tried = ", ".join(
-        f"x{factor} {statistics.fmean(losses):.4f}" for factor, losses in row["losses"].items()
+        f"x{factor} {'diverged' if losses is None else f'{statistics.fmean(losses):.4f}'}"
+        for factor, losses in row["losses"].items()
     )
     if row["best_factor"] == 1:
         verdict = "the rate of the rule is the best"

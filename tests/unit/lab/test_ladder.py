@@ -14,15 +14,17 @@ import launch
 from forecasting import job_for
 from gpt2lab.commands import ladder
 from gpt2lab.errors import CheckError, ConfigError, DataError
+from gpt2lab.lab import seed_runs
 from gpt2lab.lab.ladder import first_starts
 from gpt2lab.lab.ladder_file import FAMILIES, Family, read_family
+from gpt2lab.lab.seed_runs import SeedRun
 from gpt2lab.planner import ladder as results
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit_law
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from launch import REPOSITORY
-from tiny import CONTEXT, VOCAB, train
+from tiny import CONTEXT, VOCAB, edit_json, train
 
 FILE = f"""
 tokens = [64, "128", 256]
@@ -193,19 +195,29 @@ def test_a_plan_counts_and_starts_nothing(file, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started, capsys):
+def test_the_top_rung_is_predicted_before_training(file, tmp_path, started, capsys, monkeypatch):
     """All of it: run, stop, go on, fit, predict, top, score; a top rung without prediction is rejected."""
     out = tmp_path / "out"
     words = [str(file), f"--out={out}"]
+    train_here = seed_runs._Trainers.run
+
+    def run(self: Any, run: SeedRun) -> tuple[int, str]:
+        train_here(self, run)
+        code = 76 * ("a-64_x4" in run.name)  # which diverges
+        edit_json(run.folder / "status.json", exit_code=code)
+        return code, "error: loss nan"
+
+    monkeypatch.setattr(seed_runs._Trainers, "run", run)
     with pytest.raises(CheckError, match="a-64_seed1 is not complete"):
         ladder.main(["fit", *words])
     assert ladder.main(["run", *words]) == 0
     assert len(started) == 18 + 4
+    assert ", x4 diverged: the rate of the rule is the best" in capsys.readouterr().out
     assert not any(name.startswith("top") for name in started)
     document = json.loads((out / "ladder.json").read_text())
     assert (document["prediction"], document["score"]) == (None, None)
-    found = {row["rung"]: set(row["losses"]) for row in document["rates"]}
-    assert found == {"a-64": {"1", "4"}, "c-256": {"1", "4"}}
+    found = {row["rung"]: row["losses"] for row in document["rates"]}
+    assert (found["a-64"]["4"], len(found["a-64"]["1"]), len(found["c-256"]["4"])) == (None, 2, 2)
     record = out / "b-128_seed2" / "run.json"
     kept, data = record.read_text(), document["settings"]["data"]
     record.write_text(kept.replace(data, "0" * len(data)))
@@ -221,7 +233,11 @@ def test_the_top_rung_is_predicted_before_it_is_trained(file, tmp_path, started,
     assert ladder.main(["run", *words, "--top"]) == 0
     assert started[22:] == ["top-768_seed1", "top-768_seed2"]
     assert (out / "prediction.json").read_text() == written
-    assert re.search(r"brackets: 80 %(.*\n)+predicted.*80 %.*\nactual: ", capsys.readouterr().out)
+    edit_json(out / "prediction.json", inputs_sha256="0")
+    assert ladder.main(["fit", *words]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"brackets: 80 %(.*\n)+predicted.*80 %.*\nactual: ", said)
+    assert said.count("; made from other rungs than this law\n") == 1
     score = json.loads((out / "ladder.json").read_text())["score"]
     log = history.read_log(out / "top-768_seed2").current("eval")
     assert score["losses"][1] == log[12]["val_loss"]
