@@ -196,12 +196,12 @@ def _words_of(name: str, own: Collection[str]) -> int | None:
 def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return each setting with each combination of the grid's values; the first combination is the baseline.
 
-    Raises: ConfigError if a value is duplicated.
+    Raises: ConfigError if a value is duplicated, or two values make the same name.
     """
     for flag, values in grid.items():
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise ConfigError(f"--{flag}: {twice} is duplicated")
-        settings = {
+        crossed = {
             "_".join(filter(None, (name, f"{flag}-{re.sub(r'[^A-Za-z0-9_.+-]', '_', value)}"))): [
                 *flags,
                 f"--{flag}={value}",
@@ -209,6 +209,11 @@ def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[st
             for name, flags in settings.items()
             for value in values
         }
+        if len(crossed) < len(settings) * len(values):
+            raise ConfigError(
+                f"--{flag} {' '.join(values)}: some of their runs would have the same name; name the settings in a file"
+            )
+        settings = crossed
     return settings
 
 

@@ -48,7 +48,10 @@ if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
 Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait and terminate
-_SHARED = ("data_dir", "val_tokens")  # validation losses are comparable only if these are equal
+# Settings that all runs must share, and why.
+_SHARED = dict.fromkeys(("data_dir", "val_tokens"), "their losses are not comparable") | {
+    "average_tail": "the losses compared are those of the last weights, not of their mean"
+}
 _MEASURED = ("val_tokens", "eval_freq")  # they decide the curve of a run, though not its training
 _LONGEST = 240  # bytes of a run's name: a file's name has 255, and writing settings adds 15
 
@@ -133,12 +136,16 @@ def plan_runs(settings: Mapping[str, Setting], *, seeds: Sequence[int], out: Pat
         raise ConfigError(f"--out {out}: a file; give the folder of the runs")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
-    for flag in _SHARED:
+    for flag, why in _SHARED.items():
         found = {str(to_flat(one.request.config)[flag]): name for name, one in settings.items()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
+            raise ConfigError(f"{flag} {one} in {first}, {other} in {second}: {why}")
+    for name, setting in settings.items():
+        if setting.request.config.eval.early_stopping_patience:
             raise ConfigError(
-                f"{flag} {one} in {first}, {other} in {second}: their losses are not comparable"
+                f"setting {name}: early_stopping_patience ends runs before their last step, and settings are compared "
+                f"at equal tokens; leave it out"
             )
     for name, seed in itertools.product(settings, seeds):
         if (size := len(f"{name}_seed{seed}".encode())) > _LONGEST:

@@ -320,12 +320,10 @@ def test_a_run_that_diverges_is_recorded_and_the_others_go_on(shared, started, t
     [
         *(("--seed=3", (1,)), ("--resume=latest", (1,)), ("--max_lrr=1", (1,))),
         *(("--n_head=3", (1,)), ("--val_tokens=640", (1,)), ("--log_freq=9", (1, 1))),
-        ("--dry_run", (1,)),
+        *(("--dry_run", (1,)), ("--average_tail=0.5", (1,)), ("--early_stopping_patience=2", (1,))),
     ],
 )
-def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
-    shared, tmp_path, flag, seeds, wording
-):
+def test_settings_that_cannot_be_compared_run_nothing(shared, tmp_path, flag, seeds, wording):
     with pytest.raises(ConfigError, check=wording):
         plan_runs({"a": [], "b": [flag]}, shared, seeds=seeds, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -358,6 +356,8 @@ def test_a_flag_with_several_values_is_a_grid() -> None:
     assert list(cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
     with pytest.raises(ConfigError, match="--max_lr: 1 is duplicated"):
         cross({"": []}, {"max_lr": ["1", "1"]})
+    with pytest.raises(ConfigError, match="--data_dir a/b a_b: some of their runs would have the"):
+        cross({"x": []}, {"data_dir": ["a/b", "a_b"]})
 
 
 @pytest.mark.parametrize(
