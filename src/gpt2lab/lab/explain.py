@@ -4,6 +4,7 @@ A group's part of the difference is the sum over its tokens divided by the numbe
 split add up to the whole. Standard errors are over documents, as those of the losses are.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from gpt2lab.runs.events import finite
 
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
-_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer allow no test
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Explanation:
     unit: str  # document or window
     difference: float  # of the kept losses, nats/token: what the parts of each split add up to
     difference_se: float | None
+    p: float | None  # of no difference, by document as the losses are tested; None for a single one
     exact_difference: float  # before the losses were rounded to fp16
     splits: tuple[Split, ...]
     left_out: tuple[str, ...]  # splits that are impossible with these data, and why
@@ -224,9 +225,21 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
         unit=kinds.pop() if len(kinds) == 1 else "document or window",
         difference=float(whole.part.value[0]),
         difference_se=finite(float(whole.part.se[0])),
+        p=_p_of(in_one, weights),
         exact_difference=b.val_loss - a.val_loss,
         splits=_splits(groupings, found),
         left_out=tuple(left_out),
+    )
+
+
+def _p_of(sources: list[stats.Sums], weights: list[float]) -> float | None:
+    """Return the p-value of no difference of all tokens, from their sums by unit, (U, 1), of each source."""
+    counted = [(s, w) for s, w in zip(sources, weights, strict=True) if w > 0]
+    ends = np.cumsum([0, *(len(s.tokens) for s, _ in counted)]).tolist()
+    return stats.p_of_zero_mean(
+        np.concatenate([s.difference[:, 0] / s.tokens[:, 0] for s, _ in counted]),
+        np.concatenate([w * s.tokens[:, 0] / s.tokens.sum() for s, w in counted]),
+        [slice(*pair) for pair in itertools.pairwise(ends)],
     )
 
 
@@ -277,9 +290,9 @@ def _group(name: str, means: stats.GroupMeans, g: int, *, tests: int) -> Group:
     part, part_se, part_degrees = at(means.part)
     excess, excess_se, excess_degrees = at(means.excess)
     half = math.nan
-    if part_degrees >= _LEAST_DEGREES:
+    if part_degrees >= stats.LEAST_DEGREES:
         half = float(stats.t_half_width(part_se, part_degrees))
-    can_test = tests > 0 and excess_se > 0 and excess_degrees >= _LEAST_DEGREES
+    can_test = tests > 0 and excess_se > 0 and excess_degrees >= stats.LEAST_DEGREES
     p = float(stats.t_p_value(excess, excess_se, excess_degrees)) if can_test else 1.0
     return Group(
         name=name,
@@ -321,7 +334,7 @@ def sentence(found: Explanation) -> str:
 
 def _is_clear(found: Explanation) -> bool:
     """Return whether the whole is far enough from zero to divide by it."""
-    return found.difference_se is not None and abs(found.difference) > 2 * found.difference_se
+    return found.p is not None and found.p < stats.ALPHA
 
 
 def _share(group: Group, found: Explanation) -> str:

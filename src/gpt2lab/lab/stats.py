@@ -18,6 +18,7 @@ from gpt2lab.evaluation.uncertainty import estimate_mean
 
 ALPHA = 0.05  # 1 - confidence
 POWER = 0.8  # the probability with which a difference of the given size should be found
+LEAST_DEGREES = 1  # of freedom: two units of equal weight; fewer allow no test and no interval
 MOST_SEEDS = 10_000  # larger answers are of no use
 _EXACT_UNITS = 12  # up to these all 2^n signs are tried; beyond, Student's t is close enough
 _QUANTILES = 2000  # of a variance, to average a power over it: accurate to 1e-4

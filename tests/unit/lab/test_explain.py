@@ -1,5 +1,6 @@
 """`compare --explain` on real tiny runs: planted causes show where they are, and the parts add up to the whole."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-from scipy import special
+from scipy import special, stats
 
 from corpora import run_prepare, write_jsonl
 from gpt2lab.checkpoint import manifest
@@ -287,8 +288,10 @@ def test_some_windows_at_a_time_give_the_same_as_all(tmp_path, monkeypatch):
     assert few.difference == pytest.approx(whole.difference, rel=1e-12)
     assert not any(group.stands_out for split in whole.splits for group in split.groups)
     assert "within noise; no group of tokens differs" in sentence(whole)
+    assert "within noise" in sentence(dataclasses.replace(whole, difference=9.0, p=0.25))
     mean = (b.losses.astype(float) - a.losses.astype(float)).mean(axis=1)
     assert whole.difference_se == pytest.approx(mean.std(ddof=1) / np.sqrt(50))
+    assert whole.p == pytest.approx(stats.ttest_1samp(mean, 0).pvalue)
 
 
 def test_repetition_is_that_of_a_search_through_the_window() -> None:
