@@ -80,8 +80,8 @@ class Ablate(WithJson):
     )
     smallest_difference: float = option(
         SMALLEST,
-        "smaller differences of validation losses, in nats per token, count as equal; the table shows how many seeds "
-        "would detect one of this size",
+        "settings are equal if the interval of the difference of their validation losses lies within +- this, in nats "
+        "per token, and does not exclude 0; the table shows how many seeds would detect a difference of this size",
     )
 
 

@@ -36,8 +36,8 @@ class Compare(WithJson, AmongRuns):
     )
     smallest_difference: float | None = option(
         None,
-        "for groups of runs: smaller differences, in nats per token or in the unit of the metric, count as equal; "
-        f"default {SMALLEST:g}",
+        "for groups of runs: these are equal if the interval of their difference lies within +- this, in nats per "
+        f"token or in the unit of the metric, and does not exclude 0; default {SMALLEST:g}",
     )
 
 

@@ -24,6 +24,7 @@ from gpt2lab.lab.over_seeds import (
     comparison_table,
     over_units,
     sentence,
+    unit_of,
 )
 from gpt2lab.lab.seed_runs import (
     Machine,
@@ -49,7 +50,9 @@ class Ablation:
     settings: Mapping[str, Setting]
     out: Path  # folder of the runs and of the table
     target: float | None = None  # validation loss to reach; None: the baseline's last one
-    smallest: float = SMALLEST  # differences below it count as equal, in nats/token
+    smallest: float = (
+        SMALLEST  # nats/token: an interval within +- it that does not exclude 0 is equal
+    )
     max_seeds: int | None = None  # add seeds until all settings are decided, at most so many
     jobs: int = 1
     machine: Machine = field(default_factory=Machine)
@@ -153,7 +156,7 @@ class Ablation:
             "\n".join(f"- {said}" for own in code.values() for said in own.get("sentences", [])),
             write_markdown(rows, target=self.target, until_decided=until_decided) if rows else "",
             write_comparisons(comparisons, smallest=self.smallest) if comparisons else "",
-            "\n".join(f"- {line}" for line in diverged.values()),
+            "\n".join(f"- {line}" for line in [*diverged.values(), *unequal_sentences(rows)]),
             _spent_line(spent, comparisons) if rows else "",
         ]
         markdown = "\n\n".join(filter(None, parts))
@@ -447,12 +450,21 @@ def diverged_sentences(rows: Sequence[TableRow]) -> dict[str, str]:
     return found
 
 
+def unequal_sentences(rows: Sequence[TableRow]) -> list[str]:
+    """Return a sentence for each setting that ends after other tokens than the baseline."""
+    return [
+        f"{row.setting} ends after {row.tokens:,} tokens and {rows[0].setting} after {rows[0].tokens:,}, so their last "
+        f"losses are not compared."
+        for row in rows
+        if row.tokens and rows[0].tokens and row.tokens != rows[0].tokens
+    ]
+
+
 def write_comparisons(found: Sequence[Comparison], *, smallest: float) -> str:
     """Format what the differences show: a table of both errors, what they mean, and a sentence per setting."""
     head, *rows = comparison_table(found, smallest=smallest)
-    unit = next((one.over_units.unit for one in found if one.over_units), "document")
     sentences = "\n".join(f"- {sentence(one, smallest=smallest)}" for one in found)
-    questions = QUESTIONS.format(unit=unit)
+    questions = QUESTIONS.format(unit=unit_of(found))
     return "\n\n".join([fmt.markdown_table(head, rows), questions, sentences])
 
 
@@ -474,7 +486,8 @@ def _spent_line(spent: dict[str, Any], comparisons: Sequence[Comparison]) -> str
         f"Spent: {seeds}, {fmt.number_of(spent['runs'], 'run')}, {spent['tokens']:,} tokens, "
         f"{fmt.duration(spent['step_seconds'])} in training steps."
     )
-    undecided = [one.setting for one in comparisons if one.verdict == "not decided"]
+    sequences = {one.setting: one.sequential for one in comparisons}
+    undecided = [name for name, one in sequences.items() if one and one.decision is None]
     if undecided and spent["seeds"] == spent["max_seeds"]:
         line += f" The budget was spent before {', '.join(undecided)} could be decided; a larger --max_seeds continues."
     return line

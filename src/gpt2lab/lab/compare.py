@@ -106,6 +106,8 @@ def find_results(
     files = [*(folder / f"{kind}.npz" for kind in KINDS), *sorted((folder / "tasks").glob("*.npz"))]
     if (of_run := run_and_step(folder)) is not None:
         run_dir, only_step = of_run
+        if only_step is None and history.has_diverged(run_dir):
+            say(f"note: {name} diverged; its newest results are from before that")
         log, files = history.read_log(run_dir), []
         for kind, event in _EVENTS.items():
             # Only steps that the current log has: files of steps that a resume discarded may lie beside them.
@@ -277,6 +279,8 @@ def compare_groups(
         or nothing that all runs have.
     """
     a, b = (find_group(name, checkpoint_dir) for name in (name_a, name_b))
+    if a == b:
+        say(f"note: {name_a} and {name_b} mean the same runs; name two groups to compare")
     if differ := sorted(set(a) ^ set(b)):
         alone = name_a if differ[0] in a else name_b
         raise DataError(
@@ -359,9 +363,9 @@ def groups_as_json(groups: ComparedGroups) -> dict[str, Any]:
 def describe_groups(groups: ComparedGroups) -> str:
     """Format the comparison as tables, with what the errors mean and one sentence per metric."""
     smallest, parts = groups.smallest, [f"A  {groups.a}\nB  {groups.b}"]
-    units = list(dict.fromkeys(_unit(one) for one in groups.metrics))
+    units = list(dict.fromkeys(over_seeds.unit_of([one.found]) for one in groups.metrics))
     for unit in units:
-        shown = [one for one in groups.metrics if _unit(one) == unit]
+        shown = [one for one in groups.metrics if over_seeds.unit_of([one.found]) == unit]
         header, *rows = over_seeds.comparison_table([one.found for one in shown], smallest=smallest)
         names = {"setting": "", "difference, nats": "B - A", "p (Holm)": "p"}
         header = [names.get(name, name) for name in header]
@@ -373,7 +377,3 @@ def describe_groups(groups: ComparedGroups) -> str:
     parts.append(over_seeds.QUESTIONS.format(unit="s or ".join(units)))
     parts += [over_seeds.sentence(one.found, smallest=smallest) for one in groups.metrics]
     return "\n\n".join(parts)
-
-
-def _unit(one: GroupMetric) -> str:
-    return one.found.over_units.unit if one.found.over_units else "document"

@@ -38,7 +38,7 @@ class OverUnits:
     effective_n: float
     paired: bool  # both settings were evaluated on the same units
     mean: float
-    low: float | None  # 95 % interval, clustered by unit; None for a single unit
+    low: float | None  # 95 % interval, clustered by unit; None if fewer than two units decide it
     high: float | None
 
 
@@ -62,9 +62,9 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     """Return the difference b - a of the means over runs, clustered by unit.
 
     If both settings were evaluated on the same units, these are paired; otherwise the squared errors add up, as for two
-    independent sets. None if there are no results, or if the runs of one setting have different units.
+    independent sets. None if the runs of one setting have different units.
     """
-    if not a or not b or any(r.units != runs[0].units for runs in (a, b) for r in runs):
+    if any(r.units != runs[0].units for runs in (a, b) for r in runs):
         return None
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
@@ -79,8 +79,8 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     effective = min(part.effective_n for part in parts)
     known = [part.se for part in parts if part.se is not None]
     low = high = None
-    if len(known) == len(parts):
-        degrees = min(part.degrees for part in parts)
+    degrees = min(part.degrees for part in parts)
+    if len(known) == len(parts) and degrees >= stats.LEAST_DEGREES:
         half = float(stats.t_half_width(math.hypot(*known), degrees))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
@@ -219,9 +219,14 @@ def _on_other_units(found: OverUnits | None) -> str:
     return f"; on other {found.unit}s {low} to {high} (95 %, {units}{others}){is_open}"
 
 
+def unit_of(found: Sequence[Comparison]) -> str:
+    """Name the unit of the first comparison over units, a document if there is none."""
+    return next((one.over_units.unit for one in found if one.over_units), "document")
+
+
 def comparison_table(found: Sequence[Comparison], *, smallest: float = SMALLEST) -> list[list[str]]:
     """Return the header and the rows of a table of comparisons."""
-    unit = next((one.over_units.unit for one in found if one.over_units), "document")
+    unit = unit_of(found)
     sequential = any(one.sequential for one in found)
     header = ["setting", "verdict", "seeds", "difference, nats"]
     header += ["confidence sequence"] if sequential else ["95 % over seeds", "p (Holm)"]

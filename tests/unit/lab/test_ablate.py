@@ -86,7 +86,9 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     assert rival.tokens_ratio.se == pytest.approx((first - second) / 2)
     assert rival.seconds_ratio.mean == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
     assert (rival.tokens, rival.reached) == (200, 2)
-    assert rival.loss_difference is None  # after fewer tokens
+    assert rival.loss_difference is None
+    (why,) = ablation.unequal_sentences([base, rival])
+    assert why == "b ends after 200 tokens and a after 300, so their last losses are not compared."
     assert base.loss_difference == exactly(0.0)
     # One that rose again reached its last loss before, and so did the same curve.
     rising = Curve((100, 200, 300), (1.0, 2.0, 3.0), (6.0, 3.0, 4.0))

@@ -8,6 +8,7 @@ import pytest
 
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.lab.ablation import _spent_line
 from gpt2lab.lab.over_seeds import Comparison, compare_all, comparison_table, over_units, sentence
 from gpt2lab.lab.stats import over_seeds
 
@@ -43,7 +44,8 @@ def test_documents_are_paired_where_both_evaluated_the_same() -> None:
     assert (one.mean, one.low, one.high) == (-1.0, None, None)
     mixed = [results(np.ones(4)), results(np.ones(4), text="y")]
     assert over_units(mixed, mixed, "val_loss") is None
-    assert over_units([], [], "val_loss") is None
+    long = [results(np.array([3.0, 2.0]), np.array([100.0, 1.0]))]  # 0.02 degrees of freedom
+    assert over_units(long, long, "val_loss").low is None
 
 
 def test_each_error_answers_its_own_question() -> None:
@@ -135,10 +137,16 @@ def test_the_sentence_says_what_other_documents_would_show() -> None:
     assert "; on other documents -0.1" in sentence(clear)
     assert sentence(clear).endswith(" (95 %, 12 documents).")
     of_c = [results(losses - 0.1 + rng.normal(0, 0.5, 12), text="y")]
-    (vague,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_c, "val_loss")})
+    units = {"modern": over_units(of_a, of_c, "val_loss")}
+    (vague,) = compare_all("gpt2", differences, units)
     assert sentence(vague).endswith("12 documents, not paired), either sign is possible.")
     # All seeds see the same difference of the documents, so they alone decide nothing.
     alike = {"modern": [0.001, 0.0011, 0.0009]}
-    (equal,) = compare_all("gpt2", alike, {"modern": over_units(of_a, of_c, "val_loss")})
+    (equal,) = compare_all("gpt2", alike, units)
     assert (clear.verdict, vague.verdict, equal.verdict) == ("better", *["not decided"] * 2)
     assert "its own documents, and seeds cannot show what that changes" in sentence(vague)
+    # A larger budget of seeds would not change that.
+    (decided,) = compare_all("gpt2", {"modern": [-0.5, -0.51, -0.49]}, units, until_decided=True)
+    assert (decided.verdict, decided.sequential.decision) == ("not decided", "differs")
+    spent = {"seeds": 3, "max_seeds": 3, "runs": 6, "tokens": 6, "step_seconds": 1.0}
+    assert _spent_line(spent, [decided]).endswith(" 6 tokens, 1s in training steps.")

@@ -13,12 +13,12 @@ from gpt2lab.checkpoint.catalog import list_checkpoints
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, file_of_step, write_results
 from gpt2lab.interop.tasks import TaskResults, keep_tasks
-from gpt2lab.lab.compare import compare_groups, describe_groups, groups_as_json
+from gpt2lab.lab.compare import compare, compare_groups, describe_groups, groups_as_json
 from tiny import edit_json, write_shards
 from whole_run import Run
 
 
-def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
+def test_losses_on_other_data_are_not_compared(tmp_path: Path, capsys) -> None:
     sizes = {"one": 650, "other": 800}
     places = [write_shards(tmp_path / n, train=(1003,), val=(s,)) for n, s in sizes.items()]
     for seed in (1, 2):
@@ -30,6 +30,7 @@ def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a_1 was trained on data \w{12} and b_2 on \w{12};"):
         compare_groups("a_1,b_2", "a_*", checkpoint_dir=tmp_path)
     found = compare_groups("a_*", "a_*", checkpoint_dir=tmp_path)
+    assert "note: a_* and a_* mean the same runs; name two groups" in capsys.readouterr().err
     (loss,) = found.metrics
     assert (found.seeds, loss.step_a, loss.found.over_seeds.mean) == ((1, 2), 2, 0)
     assert describe_groups(found).startswith("A  a_*\nB  a_*\n\n")
@@ -49,7 +50,7 @@ def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
         log.write(json.dumps(event) + "\n")
 
 
-def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) -> None:
+def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path, capsys) -> None:
     """Over seeds as scipy's paired t test, over items as the mean over seeds of each item."""
     rng, right = np.random.default_rng(3), {}
     hard = rng.random(60)
@@ -101,6 +102,8 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     edit_json(tmp_path / "b_2" / "status.json", exit_code=76)
     with pytest.raises(DataError, match="b_2 diverged, so it has no final results"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
+    compare("a_1", "b_2", checkpoint_dir=tmp_path)
+    assert "note: b_2 diverged; its newest results are from before" in capsys.readouterr().err
     edit_json(tmp_path / "b_2" / "status.json", exit_code=0)
     for seed in (1, 2, 3):
         keep_items(tmp_path / f"b_{seed}", right["b", seed][:50])
