@@ -42,9 +42,7 @@ def counts_signals(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("counts_signals")
 @pytest.mark.parametrize("place", BEFORE)
-def test_after_a_stop_at_the_last_step_the_resume_measures_the_rest(
-    folder, place, monkeypatch, capsys
-):
+def test_after_a_stop_at_its_last_step_a_run_measures_the_rest(folder, place, monkeypatch, capsys):
     name = f"term_{place}"
     flags = flags_of(folder, name)
     monkeypatch.setenv("FAULT", f"{place}:term@{LAST}")
@@ -62,9 +60,7 @@ def test_after_a_stop_at_the_last_step_the_resume_measures_the_rest(
 
 
 @pytest.mark.parametrize("place", ["step.report", "measure.eval", "checkpoint.after_label"])
-def test_an_error_at_the_last_step_fails_and_the_resume_completes_the_run(
-    folder, place, monkeypatch
-):
+def test_an_error_at_the_last_step_leaves_the_rest_to_the_resume(folder, place, monkeypatch):
     """In the step's report, nothing has noted yet what is due after it."""
     name = f"raise_{place}"
     flags = flags_of(folder, name)

@@ -166,9 +166,7 @@ def test_a_resume_with_another_batch_leaves_the_end_of_an_epoch_where_it_was(run
     assert run.labels()["epoch_0001"] == "step_00000002"
 
 
-def test_a_resume_with_another_batch_tells_the_tokens_and_epochs_that_the_run_ends_with(
-    run, capsys
-):
+def test_a_resume_with_another_batch_tells_the_tokens_and_epochs_of_the_end(run, capsys):
     run.train("--max_steps=6", "--stop_after_steps=4", "--eval_freq=0")
     twice = ["--resume=latest", "--total_batch_size=256", "--allow_change=total_batch_size"]
     call = launch.call(launch.TRAIN, *run.flags, *twice, "--dry_run", "--json")

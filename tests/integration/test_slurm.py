@@ -100,9 +100,7 @@ def submit(env: dict[str, str], script: str, folder: Path) -> str:
     return done.stdout.strip()
 
 
-def test_a_job_saves_when_its_time_ends_and_is_queued_again(
-    slurm, tiny_data, tmp_path, monkeypatch
-):
+def test_a_job_saves_at_its_end_and_is_queued_again(slurm, tiny_data, tmp_path, monkeypatch):
     here = tmp_path / "a place; with $(names)"
     here.mkdir()
     monkeypatch.chdir(here)

@@ -19,9 +19,7 @@ def reference(tiny_run) -> Run:
     ("world", "mini_batch_size", "compile"),
     [(1, 1, "off"), (2, 1, "off"), *launch.slow((2, 4, "off"), (4, 2, "off"), (2, 1, "on"))],
 )
-def test_losses_do_not_depend_on_ranks_or_cuts(
-    world, mini_batch_size, compile, reference, tiny_run
-):
+def test_ranks_and_cuts_change_no_loss(world, mini_batch_size, compile, reference, tiny_run):
     """Accumulation 8 and 4 (slow: 1, 1, and compiled), against 1; ranks' weights are compared bit by bit on the way."""
     run = tiny_run()
     more = {"max_steps": STEPS, "mini_batch_size": mini_batch_size, "compile": compile}

@@ -117,9 +117,7 @@ def test_a_checkpoint_whose_name_cannot_be_flushed_is_told_and_retires_nothing(r
     assert list(run.checkpoints()) == [8], "the next one whose name is there retires both"
 
 
-def test_a_label_that_cannot_be_read_keeps_its_checkpoint_and_weights_are_one_line(
-    run, monkeypatch
-):
+def test_a_label_that_cannot_be_read_keeps_its_checkpoint(run, monkeypatch):
     """Torch maps the file of weights itself, and says in a RuntimeError that it could not."""
     run.train("--max_steps=6")
     catalog.set_label(run.path, "best", 2)

@@ -32,9 +32,7 @@ def test_the_cache_lies_in_the_users_own_apart_by_processor(home, monkeypatch):
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parents[2] == home / "xdg"
 
 
-def test_a_place_of_the_users_choice_is_kept_and_a_home_that_is_read_only_no_error(
-    home, monkeypatch
-):
+def test_a_users_place_is_kept_and_a_read_only_home_no_error(home, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     compilation.use_cache_folder()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"

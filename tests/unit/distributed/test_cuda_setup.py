@@ -107,9 +107,7 @@ def test_a_residual_stream_and_gathering_in_bf16_beside_fp32_products_are_reject
         check_fsdp_param_dtype(dataclasses.replace(system, **change))  # type: ignore[arg-type]
 
 
-def test_deterministic_mode_sets_cublas_buffers_and_takes_or_rejects_the_users_own(
-    gpu, monkeypatch
-):
+def test_deterministic_mode_sets_cublas_buffers_or_judges_the_users_own(gpu, monkeypatch):
     use(deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")

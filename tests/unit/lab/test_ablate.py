@@ -219,18 +219,13 @@ def test_vocabulary_and_rate_follow_data_and_length(shared, started, tmp_path, c
     assert history.read_config(tmp_path / "out" / "a_seed1").optim.max_lr == 1.1e-4
 
 
-class Deadly(Machine):  # its memory is too small, say
-    def start(self, run: seed_runs.SeedRun, environment: dict[str, str]) -> Any:
-        trainer = super().start(run, environment)
-        trainer.kill()
-        return trainer
-
-
 def test_a_run_that_is_killed_or_fails_ends_the_ablation(shared, tmp_path, monkeypatch, request):
     """The last words of one that is killed are no reason, such as `loading PyTorch: 4 s so far`."""
     runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
+    deadly, start = Mock(wraps=Machine()), Machine().start  # its memory is too small, say
+    deadly.start = lambda *job: (trainer := start(*job), trainer.kill())[0]
     with pytest.raises(CheckError, match=r"exit code -9: Killed; start again to continue$"):
-        run_all(runs, machine=Deadly())
+        run_all(runs, machine=deadly)
     started = request.getfixturevalue("started")
     full = GPT2LabError("disk is full")
     full.exit_code = 75
@@ -362,13 +357,10 @@ def test_a_flag_with_several_values_is_a_grid() -> None:
         cross({"x": []}, {"data_dir": ["a/b", "a_b"]})
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *(["--config", "f.toml"], ["--config=f.toml"], ["--preset", "1xa100"]),
-        *(["--no_deterministic"], ["--use_tensorboard"]),
-    ],
-)
+EACH = "--config f.toml,--config=f.toml,--preset 1xa100,--no_deterministic,--use_tensorboard"
+
+
+@pytest.mark.parametrize("flags", [words.split() for words in EACH.split(",")])
 def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags: list[str]) -> None:
     own = ["--out", "x", "s.txt", "--json"]
     for argv in ([*flags, *own], [*own[:2], *flags, *own[2:]]):
@@ -427,9 +419,7 @@ def test_jobs_on_the_cpu_need_no_gpus(shared, started, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("edited", [{}, {"val_loss": "x"}, {"val_loss": [1.0]}])
 def test_an_evaluation_whose_loss_was_edited_away_is_none(edited, tmp_path):
-    common = {"time": 1.0, "attempt": 1, "step": 1}
-    events = [{"event": "step", "tokens": 8, "step_seconds": 1.0}, {"event": "eval", **edited}]
-    lines = "".join(json.dumps(event | common) + "\n" for event in events)
-    (tmp_path / "metrics.jsonl").write_text(lines)
+    launch.append(tmp_path, event="step", tokens=8, step_seconds=1.0)
+    launch.append(tmp_path, event="eval", **edited)
     with pytest.raises(CheckError, match="no validation loss was logged"):
         read_curve(tmp_path)

@@ -130,9 +130,7 @@ def test_the_loss_kernel_of_gpus_is_cross_entropy():
     assert done.returncode == 0, done.stdout
 
 
-def test_fast_fp32_products_are_fp32_and_those_that_round_to_bf16_are_turned_back(
-    monkeypatch, request
-):
+def test_fast_fp32_products_are_fp32_and_none_rounds_to_bf16(monkeypatch, request):
     """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
     request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
     taken = runtime.use_fast_fp32_matmul()

@@ -249,9 +249,7 @@ def test_one_process_sends_to_each_place_and_to_runs_of_this_project_alone(recor
         sync(tmp_path)
 
 
-def test_a_library_that_fails_leaves_what_it_did_not_take_for_later(
-    recorder, tmp_path, monkeypatch
-):
+def test_a_library_that_fails_gets_later_what_it_did_not_take(recorder, tmp_path, monkeypatch):
     write_log(tmp_path, ("begin", 1, 0), *(("step", 1, n) for n in range(1, 121)))
 
     def fail(self: Recorder, rows: Sequence[Row]) -> None:

@@ -85,9 +85,7 @@ def test_a_failure_is_one_warning_and_changes_no_number(moment, tiny_flags, tmp_
     assert sum(line.startswith(moment) for line in failing.heard) == 1, "it is left out afterwards"
 
 
-def test_a_request_can_be_rejected_and_the_error_that_ends_a_run_is_told(
-    tiny_flags, tmp_path, monkeypatch
-):
+def test_a_request_can_be_rejected_and_the_last_error_is_told(tiny_flags, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="fails at requested"):
         train(tiny_flags, "rejected", Witness("requested"))
     assert not (tmp_path / "runs" / "rejected").exists(), "before anything is written"

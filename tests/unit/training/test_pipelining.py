@@ -181,9 +181,7 @@ def test_requests_save_and_stop_at_the_same_step(both, on_steps, terminate):
     assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
 
 
-def test_a_writer_beside_pipelined_steps_changes_only_when_a_save_ends(
-    both, on_steps, terminate, monkeypatch
-):
+def test_pipelined_steps_change_only_when_a_save_ends(both, on_steps, terminate, monkeypatch):
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     leave, written = Saver._leave, []
     monkeypatch.setattr(Saver, "_leave", lambda *a: (written.append(a[2].step), leave(*a))[1])

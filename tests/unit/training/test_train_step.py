@@ -74,9 +74,7 @@ def scored() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_loss_is_that_of_a_reference_and_float32_also_under_autocast(
-    scored, logits_dtype, autocast
-):
+def test_loss_is_a_reference_s_and_float32_also_under_autocast(scored, logits_dtype, autocast):
     """The reference is in float64. Targets of -1 are skipped."""
     logits, targets = scored[0].to(logits_dtype), scored[1]
     scores, places = logits.double().numpy(), targets.numpy()
