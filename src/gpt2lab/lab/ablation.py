@@ -50,9 +50,7 @@ class Ablation:
     settings: Mapping[str, Setting]
     out: Path  # folder of the runs and of the table
     target: float | None = None  # validation loss to reach; None: the baseline's last one
-    smallest: float = (
-        SMALLEST  # nats/token: an interval within +- it that does not exclude 0 is equal
-    )
+    smallest: float = SMALLEST  # nats/token; an interval within +- it that holds 0 is "equal"
     max_seeds: int | None = None  # add seeds until all settings are decided, at most so many
     jobs: int = 1
     machine: Machine = field(default_factory=Machine)

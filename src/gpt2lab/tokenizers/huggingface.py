@@ -39,7 +39,6 @@ _LARGEST_FILE = 256 * 1024 * 1024
 _LARGEST_CACHE = 1 << 20
 _MOST_IDS = 1 << 22  # the largest public vocabularies have 2^18
 _TRIAL_SECONDS = 20  # of processor time; the largest public tokenizers need about 3
-_NEVER = -1e6  # score of a piece: the logarithm of its probability
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -79,7 +78,8 @@ class HuggingFaceTokenizer(Tokenizer):
         import numpy as np
 
         with self._library():
-            encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoder = _encoder_of_text(self.files[TOKENIZER_FILE])
+            encoded = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         found = [np.array(one.ids, dtype=np.uint32) for one in encoded]
         if any((ids == self.end_of_text).any() for ids in found):
             raise DataError(
@@ -91,7 +91,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         with self._library():
-            text: str = self._encoder.decode(ids, skip_special_tokens=False)
+            encoder = _encoder(self.files[TOKENIZER_FILE])
+            text: str = encoder.decode(ids, skip_special_tokens=False)
         return text
 
     @contextlib.contextmanager
@@ -113,10 +114,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenizer_json(self) -> bytes:
         """Return the file itself."""
         return self.files[TOKENIZER_FILE]
-
-    @property
-    def _encoder(self) -> Encoder:
-        return _encoder(self.files[TOKENIZER_FILE])
 
 
 def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
@@ -211,22 +208,27 @@ def _encoder(content: bytes) -> Encoder:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer as Encoder
 
-    encoder = Encoder.from_str(_with_special_tokens_as_text(content.decode()))
+    encoder = Encoder.from_str(content.decode())
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = True  # what looks like a special token is text
     return encoder
 
 
-def _with_special_tokens_as_text(content: str) -> str:
-    """Return a tokenizer.json in which the text of a special token is no piece of a Unigram model."""
+@functools.lru_cache(maxsize=4)
+def _encoder_of_text(content: bytes) -> Encoder:
+    """Return the encoder that takes what looks like a special token for text, also where it is a Unigram's piece."""
     values = json.loads(content)
-    model = values["model"]
-    special = {one["content"] for one in values.get("added_tokens") or () if one.get("special")}
+    model, added = values["model"], values.get("added_tokens") or []
+    special = {one["content"] for one in added if one.get("special")}
     if model.get("type") != "Unigram" or not special:
-        return content
-    model["vocab"] = [[piece, _NEVER if piece in special else p] for piece, p in model["vocab"]]
-    return json.dumps(values)
+        return _encoder(content)
+    # No text holds the new name. The scores stay: the lowest decides what an unknown character costs.
+    pieces = enumerate(model["vocab"])
+    model["vocab"] = [[f"\0{id}\0" if piece in special else piece, p] for id, (piece, p) in pieces]
+    values["added_tokens"] = [one for one in added if not one.get("special")]
+    values["post_processor"] = None  # it names special tokens
+    return _encoder(json.dumps(values).encode())
 
 
 def _parse(content: bytes, where: str) -> dict[str, Any]:
