@@ -93,10 +93,9 @@ class Rm(AmongRuns):
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
         for folder in folders:
-            if (inner := next(folder.glob(f"*/{METRICS}"), None)) is not None:
-                raise ConfigError(
-                    f"{folder}: holds the run {inner.parent.name}; move it away first"
-                )
+            inner = {path.parent for path in folder.rglob(METRICS)} - {folder}
+            if inner:
+                raise ConfigError(f"{folder}: holds the run {min(inner)}; move it away first")
         return _act(folders, "delete", delete, sure=self.yes)
 
 
@@ -117,8 +116,8 @@ class Archive(AmongRuns):
                 raise ConfigError(f"{folder}: not a run; whole runs are archived")
             to = folder.with_name("archive")
             to = to if self.to is None else paths.from_working_directory(self.to)
-            run = folder if to.resolve().is_relative_to(folder) else to
-            if _is_run(run):  # `folder`, or what stands at --to
+            above = (to.resolve(), *to.resolve().parents)
+            if (run := next(filter(_is_run, above), None)) is not None:
                 raise ConfigError(f"--to {to}: lies inside the run {run}; choose another --to")
             if os.path.lexists(to / folder.name) or to / folder.name in moves.values():
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
@@ -270,7 +269,7 @@ def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
         log, (saved, _) = history.open_log(run_dir), catalog.list_checkpoints(run_dir)
         damaged = [f"{path}: {gap}" for gap in log.missing_steps()]
         last = max([0, *log.numbers.tolist(), *(event["step"] for event in log.events)])
-        if saved and saved[-1].step > last:
+        if saved and saved[-1].step > last and saved[-1].kind != "average":  # it trained nothing
             damaged.append(f"{path}: no line after step {last:,}; step {saved[-1].step:,} is saved")
     return damaged, number, checked
 

@@ -423,10 +423,12 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     shutil.copytree(runs / "tiny", runs / "archive" / "tiny")
     done = runs_command(place, "archive", "tiny", "--yes")
     assert (done.returncode, "is there already" in done.stderr) == (2, True)
-    done = runs_command(place, "archive", runs / "archive" / "tiny", "--to", runs / "tiny", "--yes")
-    assert f"lies inside the run {runs / 'tiny'}" in rejected(done)
-    shutil.move(runs / "archive" / "tiny", runs / "tiny" / "inner")
-    assert "holds the run inner" in rejected(runs_command(place, "rm", "tiny", "--yes"))
+    words = (runs / "archive" / "tiny", "--to", runs / "tiny" / "sub")
+    done = runs_command(place, "archive", *words, "--yes")
+    assert f"lies inside the run {runs / 'tiny'};" in rejected(done)
+    shutil.move(runs / "archive", runs / "tiny" / "sub")
+    done = runs_command(place, "rm", "tiny", "--yes")
+    assert f"holds the run {runs / 'tiny' / 'sub' / 'tiny'};" in rejected(done)
 
 
 @pytest.mark.parametrize("verb", ["rm", "archive"])
