@@ -147,12 +147,16 @@ def test_a_run_that_no_longer_improves_stops_and_is_saved(folder, tmp_path):
     finetune(flags_of(folder, tmp_path, "r", *more, "--early_stopping_patience=2"))
     evals = {event["step"]: event["val_loss"] for event in launch.events(tmp_path / "r", "eval")}
     best = min((n for n in evals if n), key=lambda n: evals[n])
-    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=r", "--resume=latest"])
+    again = [f"--checkpoint_dir={tmp_path}", "--run_name=r", "--resume=latest"]
+    finetune(again)
     stops = [(stop["reason"], stop["step"]) for stop in launch.events(tmp_path / "r", "stop")]
     assert stops == 2 * [("early stopping", best + 4)]
     assert max(evals) == best + 4 < 20
     assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "stopped"
     assert (tmp_path / "r" / f"step_{best + 4:08d}").is_dir()
+    # No evaluation is due after this step, so none decides that the run is over.
+    finetune([*again, "--eval_freq=4", "--early_stopping_patience=1"])
+    assert launch.events(tmp_path / "r", "step")[-1]["step"] > best + 4
 
 
 def test_rates_are_parts_of_the_presets_and_adapters_are_adamws():

@@ -226,10 +226,10 @@ class Trainer:
         left = tuple(name for name in due if name in owed - {*recorded})
         self.steps.state = dataclasses.replace(self.state, due=left)
         self.measure()
-        # The start before may have been killed before it could stop for this.
-        if self.evaluator.is_over(self.state) and not self.start.branch:
+        # The start before may have been killed before it could stop for this. Only evaluations decide it.
+        if "eval" in due and self.evaluator.is_over(self.state) and not self.start.branch:
             self.control.own_reason = "early stopping"
-            self.logger.say("a larger --early_stopping_patience, or 0, trains on")
+            self.logger.say("--early_stopping_patience 0, or a large enough one, trains on")
         self.saver.complete(self.state, self.saves.labels(), is_recorded="checkpoint" in recorded)
 
     # -- the end -------------------------------------------------------------------------------------------------
