@@ -115,6 +115,11 @@ def test_the_best_is_the_best_on_disk(mode, run, monkeypatch):
     run.train(f"--async_checkpoint={mode}", "--eval_freq=2", "--checkpoint_freq=0", "--max_steps=8")
     saved = {event["step"]: event["labels"] for event in run.events("checkpoint")}
     assert saved == {2: ["best"], 6: ["best"], 8: []}
+    # After a change of the validation data the best on disk is of other windows.
+    losses.update({10: 5.0, 12: 6.0})
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@10")
+    run.train("--resume=latest", "--val_tokens=64", "--max_steps=12", "--allow_change=max_steps")
+    assert run.events("checkpoint")[-1]["labels"] == ["best"]
 
 
 @pytest.mark.parametrize("lasts", [False, True])
