@@ -144,7 +144,10 @@ def prepare(flags: PrepareData) -> Path:
     already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
-        print("\n".join(advise_first_run(folder, manifest)))
+        try:
+            print("\n".join(advise_first_run(folder, manifest)))
+        except ConfigError as error:  # such as of the user's hardware.json: the data are ready
+            print(f"forecast       n/a: {error}")
     else:
         print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder

@@ -94,7 +94,10 @@ class TrainingPlanner:
 
     def peak_flops(self, device_name: str) -> float | None:
         """Return a GPU's dense bf16 or fp16 peak in FLOP/s, None where it is not known."""
-        return hardware.peak_flops(device_name)
+        try:
+            return hardware.peak_flops(device_name)
+        except ConfigError:  # of the user's hardware.json; the forecast says it
+            return None
 
 
 def memory_here(config: Config, plan: Plan) -> MemoryNeed:

@@ -34,6 +34,7 @@ from gpt2lab.optim.muon import NEWTON_SCHULZ
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import estimate as estimating
 from gpt2lab.planner import hardware, timing
+from gpt2lab.planner.auto import TrainingPlanner
 from gpt2lab.planner.communication import exposed, step_bytes, wire_share
 from gpt2lab.planner.estimate import effective_tokens, estimate, predicted_loss, verdict
 from gpt2lab.planner.hardware import Link
@@ -338,7 +339,7 @@ def test_a_device_name_means_its_card_or_none(device, name):
     assert (found.name if found else None) == name
 
 
-def test_a_users_file_merges_over_the_shipped_one(tmp_path):
+def test_a_users_file_merges_over_the_shipped_one(tmp_path, monkeypatch):
     own, card = tmp_path / "own.json", {"words": [["x9"]], "bf16_tflops": [100, "me"]}
     night = {"about": "", "context_length": 256, "memory_target": 0.5, "tokens_per_parameter": 5}
     mine = {
@@ -367,6 +368,8 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path):
         hint = "did you mean" if 'z"' in own.read_text() else ""
         with pytest.raises(ConfigError, match=rf"own\.json: not readable as hardware .*{hint}"):
             hardware.load(own)
+    monkeypatch.setattr(hardware, "user_file", lambda: own)
+    assert TrainingPlanner().peak_flops("H100") is None  # a run trains without its MFU
 
 
 def test_every_number_has_a_source_and_every_source_an_address():
