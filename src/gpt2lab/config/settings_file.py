@@ -87,7 +87,11 @@ def _on_preset(values: Mapping[str, Any], base: Config, kept: Collection[str]) -
 
 def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping[str, Any]:
     """Drop the vocabulary of a run's settings if another start has other data: it follows from their tokenizer."""
-    if "num_tokens" not in file or "data_dir" not in typed:
+    own = file.get("model")
+    model = typed.get("model", own)
+    # Another preset brings its own data, or takes back those of the file's.
+    is_other = model != own and ("data_dir" in PRESETS[model] or "data_dir" not in file)
+    if "num_tokens" not in file or not (is_other or "data_dir" in typed):
         return file
     is_fitted = file.get("vocab_size") == fitting_rows(file["num_tokens"])
     dropped = {"num_tokens", "vocab_size"} if is_fitted else {"num_tokens"}
@@ -173,7 +177,8 @@ def check_recipe(values: Mapping[str, Any], recipe: RecipeName, *, where: str = 
 
 def _of_recipe(values: dict[str, Any], recipe: RecipeName, where: str = "") -> dict[str, Any]:
     """Leave out the settings of the other recipe, which a run's config.json holds too, unused."""
-    if recipe == "pretrain" or "num_tokens" not in values:  # else a run's, of any data
+    # A run records nearly all settings, and so does --save_config; a person gives few.
+    if recipe == "pretrain" or len(values) < len(LEAVES) / 2:
         check_recipe(values, recipe, where=where)
     return {name: value for name, value in values.items() if name not in _UNUSED[recipe]}
 

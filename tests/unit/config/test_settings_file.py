@@ -10,7 +10,7 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, record, to_flat
-from gpt2lab.config.settings_file import make_request
+from gpt2lab.config.settings_file import make_request, read_file, write_file
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
@@ -157,3 +157,7 @@ def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(run, tiny_dat
     for rows, left in ((384, Config().model.vocab_size), (1024, 1024)):
         file = {"num_tokens": 300, "vocab_size": rows}
         assert make_request({"data_dir": "x"}, file=file).config.model.vocab_size == left
+        assert make_request({"model": "gpt2-nano"}, file=file).config.model.vocab_size == left
+    # Fine-tuning leaves the data of saved settings out; from hand they would have no effect.
+    write_file(tmp_path / "a.toml", override(Config(), {"data_dir": ("x",)}), leave_out=frozenset())
+    assert "data_dir" not in read_file(tmp_path / "a.toml", "finetune")
