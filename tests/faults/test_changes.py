@@ -56,8 +56,7 @@ def test_row_36_who_finds_the_lock_of_another_start_writes_nothing_more(world, r
         assert run.end_of(process) == (LOST if world == 1 else 1)
     assert "another start took this run while this one trained" in the_line(run)
     assert (run.path / "run.lock").read_text() == "process 1 on elsewhere\n"
-    assert run.events("stop") == []
-    assert run.status()["state"] == "running"
+    assert (run.events("stop"), run.status()["state"]) == ([], "running")
     assert run.saved() == [event["step"] for event in run.events("checkpoint")][-len(run.saved()) :]
 
 

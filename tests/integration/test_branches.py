@@ -49,8 +49,7 @@ def test_an_unchanged_branch_is_the_run_itself_and_leaves_it_alone(trunk):
     assert ours | {"train_seconds": 0} == theirs | {"train_seconds": 0}
     (resume,) = found.events("resume")
     assert (resume["level"], resume["verified_batches"]) == ("bit-identical", [8, 9])
-    assert resume["verified_lr"] == RATE
-    assert found.events("step")[0]["attempt"] == 1
+    assert (resume["verified_lr"], found.events("step")[0]["attempt"]) == (RATE, 1)
     assert [event["step"] for event in found.events("eval")] == [12, 16, 20]
     places = curves._Places(history.read_log(found.path)).of([8, 9])
     assert places["tokens"].tolist() == [

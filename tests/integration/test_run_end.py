@@ -125,8 +125,7 @@ def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_ste
         *("--max_steps=1", "--max_lr=1e20", "--min_lr=1e20", "--warmup_steps=0", "--eval_freq=1")
     )
     assert isinstance(rejection, NonFiniteError)
-    assert run.status()["exit_code"] == 76
-    assert run.checkpoints() == {}
+    assert (run.status()["exit_code"], run.checkpoints()) == (76, {})
     assert "validation loss" in describe_run(run.path)
 
 

@@ -114,8 +114,7 @@ def test_a_job_saves_at_its_end_and_is_queued_again(slurm, tiny_data, tmp_path, 
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
     wait_for(slurm, show, "Restarts=1")
     stop = launch.events(run.path, "stop")[-1]
-    assert stop["reason"] == "SIGTERM"
-    assert run.status()["exit_code"] == 0
+    assert (stop["reason"], run.status()["exit_code"]) == ("SIGTERM", 0)
     assert stop["step"] in run.checkpoints()
     (run.path / "STOP").touch()
     subprocess.run(["scancel", job], env=slurm, check=True)

@@ -48,8 +48,7 @@ def test_typing_what_a_run_has_is_no_change(tmp_path):
     saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).config
     folders = ("--data_dir", "a:0.70", f"{tmp_path}/b:3e-1")
     again = parse([*folders, "--data_weights_at", "1000k:1,2.0"])
-    assert again.over(saved) == saved
-    assert parse([]).over(saved) == saved
+    assert (again.over(saved), parse([]).over(saved)) == (saved, saved)
 
 
 def test_names_are_as_short_as_may_be_and_a_limit_of_one_source_wins_over_that_of_all():

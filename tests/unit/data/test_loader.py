@@ -68,8 +68,7 @@ def test_the_first_batch_needs_its_own_windows_of_ten_billion_alone(tmp_path, sh
         batch = next(batches)
         go_on.set()
         batches.close()
-        assert batch.first_sample == first
-        assert batch.epoch == first // windows
+        assert (batch.first_sample, batch.epoch) == (first, first // windows)
 
 
 @pytest.mark.slow
@@ -184,8 +183,7 @@ def test_a_stop_hashes_no_shard_that_changed_but_says_it_is_unverified(tmp_path,
     assert verifier.unverified() == (shard.path.name,)
     assert not hashed
     verifier.wait()
-    assert len(hashed) == 1
-    assert verifier.unverified() == ()
+    assert (len(hashed), verifier.unverified()) == (1, ())
     verifier.close()
     # Nobody knows what was read of one that changed before it was verified.
     go_on = threading.Event()

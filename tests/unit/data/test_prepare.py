@@ -209,8 +209,7 @@ def test_everything_that_shards_json_says_is_true(prepared):
     for file in manifest["files"]:
         content = (prepared / file["name"]).read_bytes()
         tokens = np.load(prepared / file["name"])
-        assert tokens.dtype == np.dtype("<u2")
-        assert file["bytes"] == len(content)
+        assert (tokens.dtype, file["bytes"]) == (np.dtype("<u2"), len(content))
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
         assert file["tokens"] == len(tokens)
         assert file["max_id"] == max(tokens.tolist())

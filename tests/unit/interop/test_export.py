@@ -176,8 +176,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install") as rejection:
         export(find_target("big", folder / "runs"), out=out, dtype="float32", push_to_hub=None)
-    assert rejection.value.exit_code == 2
-    assert snapshot(folder) == before
+    assert (rejection.value.exit_code, snapshot(folder)) == (2, before)
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}
 
 

@@ -110,8 +110,7 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
 
     tokenizer = train_bpe(TEXT, 300)
     assert value("general.architecture") == value("tokenizer.ggml.model") == "gpt2"
-    assert value("tokenizer.ggml.pre") == "gpt-2"
-    assert value("general.name") == "bpe"
+    assert (value("tokenizer.ggml.pre"), value("general.name")) == ("gpt-2", "bpe")
     assert "step 8 of the run bpe" in value("general.description")
     sizes = {"context_length": CONTEXT, "embedding_length": 64, "feed_forward_length": 256}
     for name, size in {**sizes, "block_count": 2, "attention.head_count": 2}.items():

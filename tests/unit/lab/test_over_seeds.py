@@ -93,8 +93,7 @@ def test_seeds_that_were_chosen_before_get_a_t_interval(differences, verdict, wo
 
 def test_a_sequence_says_when_it_stopped() -> None:
     found = only([-0.50, -0.51, -0.49, -0.3], until_decided=True)
-    assert found.verdict == "better"
-    assert found.sequential.seeds == 3
+    assert (found.verdict, found.sequential.seeds) == ("better", 3)
     said = "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
     assert sentence(found).startswith(said)
     assert " after 3 seeds)" in sentence(found)

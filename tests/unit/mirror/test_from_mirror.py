@@ -57,8 +57,7 @@ def test_a_new_machine_goes_on_with_the_same_bits(resume, mirrored, there, run, 
     run.train(*COMMON)
     there.train(f"--resume={resume}")
     assert "fetching step 4" in capsys.readouterr().out
-    assert there.losses() == run.losses()
-    assert there.hashes(6) == run.hashes(6)
+    assert (there.losses(), there.hashes(6)) == (run.losses(), run.hashes(6))
     (resumed,) = there.events("resume")
     assert (resumed["attempt"], resumed["level"]) == (2, "bit-identical")
     assert resumed["verified_batches"] == [4], "the log came with the copy"

@@ -90,8 +90,7 @@ def test_the_order_is_set_after_torch_has_set_its_own(undone, monkeypatch):
     monkeypatch.setattr(attention_backend, "backend_that_runs", look)
     try:
         found = choose("efficient", build(), micro_batch=2, masked=False, autocast=bf16)
-        assert found == "efficient"
-        assert len(calls) == 2
+        assert (found, len(calls)) == ("efficient", 2)
     finally:
         torch._C._set_sdp_priority_order(before)
 

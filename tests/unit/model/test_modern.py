@@ -50,8 +50,7 @@ def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alon
     assert not torch.equal(plain, other)
     torch.testing.assert_close(scores, other)
     ((name, value),) = option.items()
-    assert options_of(config) == f"{name} {value}"
-    assert options_of(PLAIN) == ""
+    assert (options_of(config), options_of(PLAIN)) == (f"{name} {value}", "")
 
 
 def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference():
@@ -133,8 +132,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name):
     modern, plain = preset(name).model, preset(twin).model
     for size in ("n_layer", "n_head", "n_embd", "context_length", "vocab_size"):
         assert getattr(modern, size) == getattr(plain, size)
-    assert options_of(plain) == ""
-    assert preset(name).optim.optimizer == "normuon"
+    assert (options_of(plain), preset(name).optim.optimizer) == ("", "normuon")
     assert preset(name).optim.max_lr > 5 * preset(twin).optim.max_lr  # GPT-2's are far too low
 
 
@@ -164,5 +162,4 @@ def test_settings_saved_before_there_were_options_mean_gpt2(run):
     for name in [*settings.OPTIONS, "optimizer", "muon_lr", "head_lr", "chosen"]:
         del saved[name]
     config = read_settings(saved)
-    assert options_of(config.model) == ""
-    assert config.optim.optimizer == "adamw"
+    assert (options_of(config.model), config.optim.optimizer) == ("", "adamw")

@@ -46,8 +46,7 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(ti
     train([*tiny_flags, "--resume=latest"])
     done = estimate_of(runs / "tiny")
     assert done["estimate"] == predicted["estimate"], "predicted once, at the beginning"
-    assert done["actual"]["starts"] == 2
-    assert done["actual"]["steps"] == 30
+    assert (done["actual"]["starts"], done["actual"]["steps"]) == (2, 30)
     assert done["actual"]["time_accuracy"] > 0
     (line,) = calibration.read(runs)
     assert line["source"] == "run"

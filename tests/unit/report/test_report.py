@@ -478,10 +478,8 @@ def test_the_page_is_readable_at_any_width_in_both_schemes(run_dir, tmp_path, ru
     assert found["smallest"] >= 12  # pixels, in charts too
     assert len(found["scaled"]) > 20
     assert all(0.9 < share < 1.6 for share in found["scaled"])  # no chart shrinks its text
-    assert found["overflow"] == 0
-    assert found["outside"] == []
-    assert found["broken"] == []
-    assert found["overlaps"] == []
+    assert (found["overflow"], found["outside"]) == (0, [])
+    assert (found["broken"], found["overlaps"]) == ([], [])
     assert found["cut"] == 0  # the verdicts of the forecast
     assert found["scrolls"] >= (1 if width < 1280 else 0)
     first, middle, last = found["tips"]

@@ -144,8 +144,7 @@ def test_hugging_face_reads_each_of_them(tokenizer, tmp_path):
 
 def test_gpt2_keeps_its_record_and_ids():
     assert GPT2.record() == {"name": "gpt2", "sha256": VOCABULARY_HASH}
-    assert GPT2.files == {}
-    assert GPT2.dtype == "<u2"
+    assert (GPT2.files, GPT2.dtype) == ({}, "<u2")
     assert GPT2.encode(TEXTS[0]) == gpt2_encoding().encode_ordinary(TEXTS[0])
 
 

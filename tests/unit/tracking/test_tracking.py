@@ -184,14 +184,12 @@ def sent(recorder: type[Recorder]) -> list[tuple[int, int]]:
 def test_a_sync_sends_the_highest_attempt_of_each_step_once(recorder, tmp_path):
     write_log(tmp_path, ("begin", 1, 0), *(("step", 1, n) for n in (1, 2, 3, 4)))
     write_log(tmp_path, ("resume", 2, 2), ("step", 2, 3), ("rewind", 2, 1), ("step", 2, 2))
-    assert sync(tmp_path) == 2
-    assert sent(recorder) == [(1, 1), (2, 2)]
+    assert (sync(tmp_path), sent(recorder)) == (2, [(1, 1), (2, 2)])
     assert sync(tmp_path) == 0
     write_log(tmp_path, ("step", 2, 3))  # the run goes on
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"event": "step", "time": 1.0, "attempt": 2, "st')  # and writes just now
-    assert sync(tmp_path) == 1
-    assert sent(recorder) == [(2, 3)]
+    assert (sync(tmp_path), sent(recorder)) == (1, [(2, 3)])
     assert len(recorder.runs) == 2  # the sync that had nothing to send did not open the library
     assert len(set(recorder.runs)) == 1
 

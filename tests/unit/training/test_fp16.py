@@ -111,6 +111,5 @@ def test_one_compiled_graph_serves_every_scale(run, tiny_data, tmp_path, monkeyp
     monkeypatch.setattr(LossScale, "update", overflow_in_2_and_4)
     run.train("--max_steps=6", "--compile=on")
     powers = [math.log2(event["loss_scale"]) for event in run.steps().values()]
-    assert powers == [16, 15, 15, 14, 14, 14]
-    assert len(set(graphs)) == 1
+    assert (powers, len(set(graphs))) == ([16, 15, 15, 14, 14, 14], 1)
     assert run.losses() == pytest.approx(plain.losses(), abs=1e-3)
