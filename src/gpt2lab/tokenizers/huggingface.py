@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,10 +224,12 @@ def _encoder_of_text(content: bytes) -> Encoder:
     special = {one["content"] for one in added if one.get("special")}
     if model.get("type") != "Unigram" or not special:
         return _encoder(content)
-    # No text holds the new name. The scores stay: the lowest decides what an unknown character costs.
-    pieces = enumerate(model["vocab"])
-    model["vocab"] = [[f"\0{id}\0" if piece in special else piece, p] for id, (piece, p) in pieces]
-    values["added_tokens"] = [one for one in added if not one.get("special")]
+    # No text holds the new names. Scores stay: the lowest decides what an unknown character costs. So do the places of
+    # added tokens: the library numbers those outside of the vocabulary anew.
+    names = {piece: f"\0{uuid.uuid4().hex}\0" for piece in special}
+    model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    for one in added:
+        one["content"] = names.get(one["content"], one["content"])
     values["post_processor"] = None  # it names special tokens
     return _encoder(json.dumps(values).encode())
 

@@ -68,11 +68,13 @@ def test_a_byte_that_is_not_utf_8_becomes_a_replacement_character(tokenizer):
 def test_a_special_token_that_is_a_piece_is_text_as_well(letters):
     pieces = [*((one, 0.0) for one in ("<unk>", "</s>", "<pad>")), ("spad", -5.0), ("d☃", -14.0)]
     whole = Encoder(models.Unigram([*pieces, *((one, -14.0) for one in letters)], 0))
-    whole.add_special_tokens(["<unk>", "</s>", "<pad>"])
+    whole.add_special_tokens(["<unk>", "</s>", "<pad>", "<mask>"])
+    whole.add_tokens(["ask"])  # whose id comes after that of a special one
     found = of_json(whole.to_str().encode(), "</s>", "pieces")
     assert {1, 2}.isdisjoint(found.encode("a <pad> </s>"))
     assert found.tokenizer_json() == whole.to_str().encode()
-    assert list(found.encode("spad☃")) == whole.encode("spad☃").ids  # scores as they are
+    for text in ("spad☃", "\0001\0 ask"):  # scores, numbers and texts as they are
+        assert list(found.encode(text)) == whole.encode(text).ids
 
 
 def test_lengths_of_ids_are_bytes_of_text(tokenizer):
