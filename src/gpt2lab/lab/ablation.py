@@ -33,6 +33,7 @@ from gpt2lab.lab.seed_runs import (
     check_runs,
     outlook_of,
     plan_runs,
+    require_own_settings,
     run_all,
 )
 from gpt2lab.lab.stats import ALPHA, OverSeeds, decide, first_bounded, over_seeds
@@ -114,6 +115,9 @@ class Ablation:
     def _plan(self, seeds: Sequence[int]) -> list[SeedRun]:
         runs = plan_runs(self.settings, seeds=seeds, out=self.out)
         check_runs(runs)
+        for run in runs:
+            if run.code is None:  # its own program decides what it continues
+                require_own_settings(run, "eval_freq")  # tokens to a loss are read off the curve
         return runs
 
     def _train(self, new: Sequence[SeedRun], before: Sequence[SeedRun]) -> None:

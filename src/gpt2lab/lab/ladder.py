@@ -73,6 +73,8 @@ def train_ladder(family: Family, machine: Machine, *, jobs: int, top: bool) -> N
     plans = [start.plan for start in first_starts(rungs).values()]
     require_enough([(plan.parameters, plan.tokens) for plan in plans])
     check_runs([*rungs, *checks, *tops])
+    for run in checks:  # for a job array of what Ctrl+C leaves
+        run.write_settings()
     _train_branches(family, rungs, machine, jobs=jobs)
     run_all(rungs, jobs=jobs, machine=machine)
     run_all(checks, jobs=jobs, machine=machine, on_divergence="continue")

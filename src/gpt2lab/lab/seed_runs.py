@@ -52,7 +52,6 @@ Trainer = Any  # a subprocess.Popen, or what has its methods communicate, wait a
 _SHARED = dict.fromkeys(("data_dir", "val_tokens"), "their losses are not comparable") | {
     "average_tail": "the losses compared are those of the last weights, not of their mean"
 }
-_MEASURED = ("val_tokens", "eval_freq")  # they decide the curve of a run, though not its training
 _LONGEST = 240  # bytes of a run's name: a file's name has 255, and writing settings adds 15
 
 
@@ -247,8 +246,10 @@ def fresh_start(run: SeedRun) -> Start:
         return resolve(request, world_size=1, set_aside=False)
 
 
-def require_own_settings(run: SeedRun) -> None:
+def require_own_settings(run: SeedRun, *measured: str) -> None:
     """Reject an existing run of the same name that has other settings or data, or was evaluated on others.
+
+    `measured`: more settings that decide what is compared, though not the training.
 
     Raises: ConfigError, DataError.
     """
@@ -257,8 +258,8 @@ def require_own_settings(run: SeedRun) -> None:
     start = fresh_start(run)
     wanted, had = to_flat(start.config), to_flat(history.read_config(run.folder))
     for name, value in wanted.items():
-        differs = value not in (None, "auto") and had[name] != value
-        if differs and (policy_of(name, start.config) != "free" or name in _MEASURED):
+        is_fixed = policy_of(name, start.config) != "free" or name in ("val_tokens", *measured)
+        if is_fixed and value not in (None, "auto") and had[name] != value:
             raise ConfigError(
                 f"{paths.display_path(run.folder)} was run with {name} {had[name]}, not {value}; "
                 f"rename the setting or remove that folder"

@@ -21,7 +21,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.lab import ablation, seed_runs
 from gpt2lab.lab.ablation import Curve, TableRow, compare, reach, read_curve, write_markdown
-from gpt2lab.lab.seed_runs import Machine, SeedRun, check_runs, run_all
+from gpt2lab.lab.seed_runs import Machine, SeedRun, run_all
 from gpt2lab.lab.stats import OverSeeds, over_seeds
 from gpt2lab.report.plots import View, draw_table
 from gpt2lab.runs import history
@@ -34,9 +34,7 @@ FALLING = Curve((0, 200, 300), (0.0, 2.0, 3.0), (6.0, 4.0, 3.5))
 def plan_runs(
     settings: dict[str, list[str]], shared: list[str], *, seeds: tuple[int, ...], out: Path
 ) -> list[SeedRun]:
-    runs = seed_runs.plan_runs(read_requests(settings, shared), seeds=seeds, out=out)
-    check_runs(runs)
-    return runs
+    return ablation.Ablation(read_requests(settings, shared), out)._plan(seeds)
 
 
 def exactly(value: float) -> OverSeeds:
