@@ -69,7 +69,8 @@ def command_words(verb: str, processes: int = 1, *, anywhere: bool = False) -> l
         return [*launcher, *(show(Path(word)) for word in trainer(verb)), *gpus]
     if by_module or not is_installed:
         # Without the package in the environment, Python finds it in the checkout.
-        found = [f"PYTHONPATH={show(REPOSITORY / 'src')}"] * (not by_module and IS_CHECKOUT)
+        is_found = is_installed or (by_module and not anywhere)
+        found = [f"PYTHONPATH={show(REPOSITORY / 'src')}"] * (IS_CHECKOUT and not is_found)
         return [*found, call("python"), "-m", "gpt2lab", *verb.split(), *gpus]
     return [call("gpt2lab"), *verb.split(), *gpus]
 

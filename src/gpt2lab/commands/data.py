@@ -8,7 +8,6 @@ gpt2lab data merge data/full data/part1 data/part2
 gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +123,10 @@ class Import(ImportOptions):
         )
         if of_train & of_val:
             say("warning: a val shard has the bytes of a train shard: its loss is on trained text")
-        with contextlib.suppress(GPT2LabError):  # such as of an unknown tokenizer
+        try:
             print("\n".join(advise_first_run(out or folder, manifest)))
+        except GPT2LabError as error:  # such as of an unknown tokenizer
+            print(f"forecast       n/a: {error}")
         return 0
 
 

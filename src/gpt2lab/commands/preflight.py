@@ -26,7 +26,7 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.files import sha256_of, staged_file
 from gpt2lab.interop.core import open_core
 from gpt2lab.model.counts import flops_per_token
@@ -171,7 +171,10 @@ def _disk(start: Start) -> Check:
 def _memory(start: Start, runtime: Runtime) -> Check:
     """Compare the predicted peak of a step with what is free."""
     config = override(start.config, {"device": runtime.device.type})
-    need = memory_here(config, start.plan)
+    try:
+        need = memory_here(config, start.plan)
+    except ConfigError as error:  # such as of the user's hardware.json
+        return Check("memory", "warning", f"not predicted: {error}")
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
     if config.system.fsdp_offload:
         return Check("memory", "warning", NOT_COUNTED)

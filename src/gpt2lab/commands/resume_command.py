@@ -129,9 +129,11 @@ def plan_continuation(flags: ResumeCommand, argv: Sequence[str] = ()) -> tuple["
     words += argv
     request = parse(words, name).request
     start = resolve(request, recipe_named(name), world_size=world, set_aside=False)
-    if gpus and start.config.system.device == "cpu":
+    is_cpu = start.config.system.device == "cpu"
+    if gpus and is_cpu:
         raise ConfigError(f"--gpus {gpus}: the device is cpu; add --device auto, or --gpus 0")
-    on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
+    was_on_gpu = bool(checkpoint.manifest.get("on_gpu")) and not is_cpu
+    on_gpu = was_on_gpu if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
     job = Job(

@@ -299,7 +299,7 @@ def _find_place(log: Path, sent: Sent, record: Path) -> None:
         raise ConfigError(f"{log}: has lost the line sent last; delete {record} to send all again")
     sent.end = 0
     for begin, line, event, _ in _unsent(log, 0):
-        if (event["attempt"], event["time"]) > (sent.attempt, sent.time):
+        if event["attempt"] > sent.attempt or event["time"] > sent.time:
             break
         sent.end = begin + len(line)
 
