@@ -481,4 +481,5 @@ def test_a_run_is_not_moved_into_itself_and_what_is_no_run_is_not_deleted(place)
     assert not (folder / "sub").exists()
     for name in ("data", "nothing"):
         rejected(call("runs", "rm", name, "--yes", f"--checkpoint_dir={place}"))
+    assert "nowhere: no such" in rejected(call("runs list", "--checkpoint_dir", "nowhere"))
     assert (place / "data").is_dir()
