@@ -95,6 +95,5 @@ def test_what_ends_before_the_first_step_begins_again(again, run, reference, tmp
     ends = "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)"
     strategy = "gpt2lab.distributed.strategy:Strategy"
     program = program_before(tmp_path, strategy, "warm_up_reducer", ends)
-    assert run.finish(program=program) == 1
-    assert run.status()["state"] == "running"
+    assert (run.finish(program=program), run.status()["state"]) == (1, "running")
     run.resumes_as(reference(1), again)

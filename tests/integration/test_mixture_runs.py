@@ -245,8 +245,7 @@ def test_the_plan_says_how_often_each_source_is_read(data, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
     elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).config
     made = override(elsewhere, data_for(elsewhere, tmp_path)).data
-    assert made.data_dir == (str(tmp_path / "data"),)
-    assert made.data_weights_at == ()
+    assert (made.data_dir, made.data_weights_at) == ((str(tmp_path / "data"),), ())
 
 
 def test_a_source_that_is_read_many_times_is_worth_less(tmp_path):

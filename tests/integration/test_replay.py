@@ -296,8 +296,7 @@ def test_the_poisoned_window_is_named_with_its_pattern(place):
     before = listing(place / "runs" / "poisoned")
     found = call("why-spike", place, "poisoned", "--json")
     said = call("why-spike", place, "poisoned", f"--step={SPIKE}", "--worst=2")
-    assert listing(place / "runs" / "poisoned") == before
-    assert found["step"] == SPIKE
+    assert (listing(place / "runs" / "poisoned"), found["step"]) == (before, SPIKE)
     assert "standard deviations above the mean of the 13 steps before" in found["how"]
     parts = found["parts"]
     assert (parts[0]["sample"], len(parts)) == (BAD, S)

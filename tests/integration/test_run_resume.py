@@ -28,8 +28,7 @@ def test_worse_evaluation_after_a_resume_is_not_labelled_best(run):
     worse = {event["step"]: event["val_loss"] for event in run.events("eval", attempt=2)}
     assert set(worse) == {6, 8}
     assert min(worse.values()) > best, "the claim needs worse evaluations"
-    assert run.labels() == labels
-    assert run.saved_state(8)["best_val_loss"] == best
+    assert (run.labels(), run.saved_state(8)["best_val_loss"]) == (labels, best)
     assert run.saved_state(8)["best_step"] == 4
     assert not any(event["labels"] for event in run.events("checkpoint", attempt=2))
 
@@ -136,8 +135,7 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside_and_keeps_them(run, mo
     for _ in range(2):  # and going back again and again keeps every one
         run.train("--resume=2")
     asides = sorted(path.parent.name for path in run.path.glob("superseded-*/step_00000003"))
-    assert len(set(asides)) == 3
-    assert sorted(run.checkpoints()) == [1, 2, 3, 4, 5]
+    assert (len(set(asides)), sorted(run.checkpoints())) == (3, [1, 2, 3, 4, 5])
 
 
 # 95 windows a step, of 190 in an epoch.

@@ -147,5 +147,4 @@ def test_a_job_ends_with_the_run(slurm, tiny_data, tmp_path, monkeypatch):
     _, found = plan_continuation(ResumeCommand(str(run.path)))
     job = submit(slurm, write(found, output="slurm"), tmp_path)
     wait_for(slurm, ["scontrol", "show", "job", job], "JobState=COMPLETED")
-    assert run.status()["state"] == "completed"
-    assert max(launch.steps(run.path)) == 6
+    assert (run.status()["state"], max(launch.steps(run.path))) == ("completed", 6)

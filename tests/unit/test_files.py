@@ -95,5 +95,4 @@ def test_two_writers_of_one_file_do_not_sweep_each_other_away(tmp_path):
     )
     writers = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    assert (tmp_path / "new").read_text() == "content"
-    assert names(tmp_path) == {"new"}
+    assert ((tmp_path / "new").read_text(), names(tmp_path)) == ("content", {"new"})

@@ -26,8 +26,7 @@ def test_each_change_moves_the_loss_none_is_the_trainers(tiny_data, tmp_path, ca
     argv = [str(out), "--changes", *names, "--seeds", "1337", *run.flags]
     assert changes.main(argv) == 0
     runs = {run["change"]: run for run in map(json.loads, out.read_text().splitlines())}
-    assert list(runs) == list(names)
-    assert runs["none"]["val_loss"] == trained
+    assert (list(runs), runs["none"]["val_loss"]) == (list(names), trained)
     losses = [run["val_loss"] for run in runs.values()]
     assert len(set(losses)) == len(losses)
     assert all(run["tokens"] == TOKENS for run in runs.values())

@@ -1,6 +1,7 @@
 """What goes wrong in the first hour: misspelt names, impatience, no network, files moved or deleted."""
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -429,6 +430,16 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     shutil.move(runs / "archive", runs / "tiny" / "sub")
     done = runs_command(place, "rm", "tiny", "--yes")
     assert f"holds the run {runs / 'tiny' / 'sub' / 'tiny'};" in rejected(done)
+
+
+def test_a_run_archived_to_another_disk_is_copied_before_it_goes(place, monkeypatch):
+    run_dir, to = place / "runs" / "tiny", place / "disk" / "tiny"
+    before = {path.name: path.stat().st_size for path in run_dir.rglob("*")}
+    other_disk = [OSError(errno.EXDEV, "Invalid cross-device link"), DEFAULT]
+    monkeypatch.setattr(os, "rename", Mock(wraps=os.rename, side_effect=other_disk))
+    runs.archive(run_dir, to)
+    assert {path.name: path.stat().st_size for path in to.rglob("*")} == before
+    assert (run_dir.exists(), os.listdir(to.parent)) == (False, ["tiny"])
 
 
 @pytest.mark.parametrize("verb", ["rm", "archive"])

@@ -16,6 +16,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight
 from gpt2lab.config.settings import override
 from gpt2lab.distributed import processor
+from gpt2lab.planner import hardware
 from gpt2lab.training.resolve import resolve
 from tiny import flip_bit, parse
 from whole_run import Run, Usage
@@ -50,6 +51,15 @@ def test_the_command_says_go_and_writes_nothing(run):
     assert command.endswith(" ".join(["src/train.py", *run.flags]))
     assert not run.path.parent.exists()
     launch.worked(launch.call(launch.TRAIN, *command.split()[2:], "--stop_after_steps=1"))
+
+
+def test_a_hardware_file_that_cannot_be_used_is_a_warning(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own.json").write_text('{"nope": 1}')
+    monkeypatch.setattr(hardware, "user_file", lambda: tmp_path / "own.json")
+    hardware.load.cache_clear()
+    code, told = ask(run, capsys, monkeypatch)
+    (memory,) = (check for check in told["checks"] if check["name"] == "memory")
+    assert (code, memory["result"]) == (0, "warning")
 
 
 @pytest.mark.slow

@@ -112,8 +112,7 @@ def test_a_run_s_config_json_starts_an_equal_run(run, tmp_path):
     after = json.loads((again / "b" / "config.json").read_text())
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"checkpoint_dir", "run_name", "chosen"}
-    assert len(losses(run.path)) == 6
-    assert losses(again / "b") == losses(run.path)
+    assert (len(losses(run.path)), losses(again / "b")) == (6, losses(run.path))
 
 
 def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run):

@@ -99,8 +99,7 @@ def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path):
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "out")
     held_out, learned = (documents_of(tmp_path / "out", split) for split in ("val", "train"))
     found = {gpt2_encoding().decode(list(ids[1:])) for ids in (*held_out, *learned)}
-    assert len(held_out) + len(learned) == 9
-    assert found == set(texts)
+    assert (len(held_out) + len(learned), found) == (9, set(texts))
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ def test_fsdp_sends_blocks_for_each_micro_batch_and_the_rest_once(by_two):
 def test_a_resume_in_the_same_mode_keeps_every_bit(mode, by_two, run):
     expected, _ = by_two(mode)
     copied(expected, run).train("--resume=5", world=2)  # the mode is remembered
-    assert run.events("step")[-1]["attempt"] == 2
-    assert run.bits() == expected.bits()
+    assert (run.events("step")[-1]["attempt"], run.bits()) == (2, expected.bits())
     assert [event["level"] for event in run.events("resume")] == ["bit-identical"]
 
 

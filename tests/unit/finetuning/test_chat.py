@@ -58,8 +58,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits():
         assert at_most == 12
         assert len(ids) + at_most <= CONTEXT
         said.append(Turn("assistant", answer.strip()))
-        assert chat.turns == said[-len(chat.turns) :]
-        assert chat.number == number + 1
+        assert (chat.turns, chat.number) == (said[-len(chat.turns) :], number + 1)
     assert 2 <= len(chat.turns) < 12, "nothing was forgotten, or all"
     chat.turns = []
     "".join(chat.ask("One"))

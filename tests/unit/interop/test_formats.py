@@ -435,8 +435,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path, name):
         run.train("--max_steps=20")
     for field in ("batch_hash", "loss"):
         npy, foreign = ([event[field] for event in run.events("step")] for run in runs.values())
-        assert len(npy) == 20
-        assert npy == foreign
+        assert (len(npy), npy) == (20, foreign)
     shown = tokens_of_step(runs["foreign"].path, 3)
     assert shown.hash == runs["npy"].events("step")[2]["batch_hash"]
     # A resume needs the same files, byte for byte.

@@ -81,8 +81,7 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
         for kind in ("weight", "bias")
         if f"{mine}.{kind}" in ours
     }
-    assert len(expected) == 2 * 12 + 4
-    assert set(found) == set(expected)
+    assert (len(expected), set(found)) == (2 * 12 + 4, set(expected))
     for name, values in expected.items():
         tensor = found[name]
         is_matrix = values.ndim == 2 and name != "position_embd.weight"

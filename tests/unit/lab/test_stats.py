@@ -101,8 +101,7 @@ def test_that_many_seeds_reach_the_power_fewer_do_not_and_spread_needs_more(sequ
     deviations = (0.001, 0.004, 0.00684, 0.01096, 0.0269, 0.08)
     found = [lab_stats._fewest_seeds(0.01, sd, **how) for sd in deviations]
     numbers = [count for count in found if count is not None]
-    assert numbers == sorted(numbers)
-    assert len(numbers) == 6
+    assert (numbers, len(numbers)) == (sorted(numbers), 6)
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
@@ -122,8 +121,7 @@ def test_one_seed_says_nothing_and_few_say_it_roughly() -> None:
     assert lab_stats.seeds_needed(over_seeds([0.1]), 0.01) is None
     five = np.random.default_rng(2).normal(0, 0.012, 5).tolist()
     counts = [count for count in needed(five) if count is not None]
-    assert len(set(counts)) == 3
-    assert counts == sorted(counts)
+    assert (len(set(counts)), counts) == (3, sorted(counts))
     assert (needed(five, sequential=True)[1] or 0) > counts[1]
     assert needed([5.0, -5.0])[1:] == [None, None]  # over MOST_SEEDS
     assert needed([0.2, 0.2, 0.2]) == [2, 2, 2]

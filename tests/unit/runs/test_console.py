@@ -74,8 +74,7 @@ def test_on_a_terminal_it_is_one_line_that_goes_when_something_is_printed():
     shown = on_terminal([sys.executable, "-c", program], columns=80)
     *_, last = shown.split("\n")[:-1]
     assert re.search(r"\rworking: 1 s so far", shown)
-    assert shown.count("\n") == 1
-    assert last.rpartition("\r")[2] == "done"
+    assert (shown.count("\n"), last.rpartition("\r")[2]) == (1, "done")
 
 
 def test_long_work_is_plain_lines_in_a_file_and_rarer_in_the_log(tmp_path, monkeypatch, capsys):

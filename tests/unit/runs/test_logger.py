@@ -98,8 +98,7 @@ def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, mo
     logger.say("hello")
     logger.warn("hello", 1)
     logger.close()
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr() == ("", "")
+    assert (list(tmp_path.iterdir()), capsys.readouterr()) == ([], ("", ""))
 
 
 def test_current_follows_the_line_that_the_newest_weights_took():

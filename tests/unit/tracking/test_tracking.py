@@ -211,8 +211,7 @@ def test_a_log_that_was_repaired_or_lost_its_end_is_continued_where_it_was(recor
     assert sync(tmp_path) == 2
     log.write_text(log.read_text().replace('{"damaged\n', ""))
     write_log(tmp_path, ("step", 1, 3))
-    assert sync(tmp_path) == 1
-    assert sent(recorder) == [(1, 1), (1, 2), (1, 3)]
+    assert (sync(tmp_path), sent(recorder)) == (1, [(1, 1), (1, 2), (1, 3)])
     left = "".join(log.read_text().splitlines(keepends=True)[:2])  # by a power cut
     for steps in ((2, 3), (2, 3, 4)):  # the second cut leaves nothing of the second start
         log.write_text(left)
@@ -220,6 +219,11 @@ def test_a_log_that_was_repaired_or_lost_its_end_is_continued_where_it_was(recor
         write_log(tmp_path, ("begin", 2, 1), *(("step", 2, step) for step in steps))
         sync(tmp_path)
         assert sent(recorder) == [(2, step) for step in steps]
+    write_log(tmp_path, ("begin", 3, 4), ("step", 3, 5))
+    assert (sync(tmp_path), sent(recorder)) == (1, [(3, 5)])
+    log.write_text(left)  # the next start has a lower number than the one sent last
+    write_log(tmp_path, ("begin", 2, 1), ("step", 2, 2))
+    assert (sync(tmp_path), sent(recorder)) == (1, [(2, 2)])
     assert len(set(recorder.runs)) == 1
     log.write_text(left)
     record.write_text(record.read_text().partition(', "attempt"')[0] + "}")  # of an earlier version
