@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.commands.parser import AmongRuns, parse_flags
-from gpt2lab.commands.prepare_data import advise_first_run
+from gpt2lab.commands.prepare_data import print_advice
 from gpt2lab.config.flags import RUN, argument, option, required
 from gpt2lab.data.manifest import SPLITS, end_of_text_of
 from gpt2lab.data.shards import open_data
-from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError
 from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.runs.console import say
 
@@ -123,10 +123,7 @@ class Import(ImportOptions):
         )
         if of_train & of_val:
             say("warning: a val shard has the bytes of a train shard: its loss is on trained text")
-        try:
-            print("\n".join(advise_first_run(out or folder, manifest)))
-        except GPT2LabError as error:  # such as of an unknown tokenizer
-            print(f"forecast       n/a: {error}")
+        print_advice(out or folder, manifest)
         return 0
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.flags import argument, check_least, option
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.named import TOKENIZER, open_tokenizer
 
@@ -144,13 +144,18 @@ def prepare(flags: PrepareData) -> Path:
     already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
-        try:
-            print("\n".join(advise_first_run(folder, manifest)))
-        except ConfigError as error:  # such as of the user's hardware.json: the data are ready
-            print(f"forecast       n/a: {error}")
+        print_advice(folder, manifest)
     else:
         print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder
+
+
+def print_advice(folder: Path, manifest: dict[str, Any]) -> None:
+    """Print lines on a first run on the data, or why there is no forecast: the data are ready all the same."""
+    try:
+        print("\n".join(advise_first_run(folder, manifest)))
+    except GPT2LabError as error:  # such as of an unknown tokenizer, or of the user's hardware.json
+        print(f"forecast       n/a: {error}")
 
 
 def advise_first_run(folder: Path, manifest: dict[str, Any]) -> list[str]:

@@ -285,7 +285,8 @@ def delete(folder: Path) -> None:
                 (folder.parent / catalog.LABELS / label).unlink(missing_ok=True)
         doomed = folder.with_name(f".del-{folder.name}-{uuid.uuid4().hex[:8]}")
         os.rename(folder, doomed)  # one rename: no reader sees half of it
-        with system_errors_as(SaveError, doomed, what="not deleted whole"):
+        told = system_errors_as(SaveError, doomed, what="not deleted whole")
+        with told, contextlib.suppress(FileNotFoundError):  # another `runs rm` helps
             shutil.rmtree(doomed)
     for left in folder.parent.glob(f".del-*-{8 * '[0-9a-f]'}"):  # by a program that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -296,7 +297,7 @@ def archive(run_dir: Path, to: Path) -> None:
 
     Raises: ConfigError; SaveError.
     """
-    with _locked(run_dir), system_errors_as(SaveError, to, what="cannot be written"):
+    with _locked(run_dir), system_errors_as(SaveError, to, what="the run cannot be moved there"):
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(run_dir, to)

@@ -58,8 +58,7 @@ def main(argv: list[str]) -> int:
         return logs[run_dir][1]
 
     def shown() -> str:
-        opened = history.open_log if flags.watch is None else open_log
-        runs = [overview.read_run(run, opened)] if run else overview.read_runs(folder, opened)
+        runs = [overview.read_run(run, open_log)] if run else overview.read_runs(folder, open_log)
         if flags.json:
             return json.dumps({"runs": [asdict(run) for run in runs]})
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

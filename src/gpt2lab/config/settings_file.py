@@ -90,7 +90,7 @@ def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping
     own = file.get("model")
     model = typed.get("model", own)
     # Another preset brings its own data, or takes back those of the file's.
-    is_other = model != own and ("data_dir" in PRESETS[model] or "data_dir" not in file)
+    is_other = model != own and ("data_dir" not in file or "data_dir" in PRESETS.get(model, ()))
     if "num_tokens" not in file or not (is_other or "data_dir" in typed):
         return file
     is_fitted = file.get("vocab_size") == fitting_rows(file["num_tokens"])

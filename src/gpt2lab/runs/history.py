@@ -227,14 +227,15 @@ class Log:
 
     def evals_of_data(self) -> list[Event]:
         """Return the current evaluations that have a loss, in order: those since their windows were changed last."""
-        since = [-1]
+        changes: list[int] = []
         for event in self.of_kind("begin", "resume", "rewind"):
             # A start belongs to the line of steps that it continues, and its changes go with it.
             kept = event["step"] + (event["event"] == "rewind")
-            since = [-1, *(step for step in since[1:] if step < kept)]
-            since += [event["step"]] * bool(DECIDES_VALIDATION & set(event.get("changes", ())))
-        measured = self.current("eval").values()
-        return [e for e in measured if e["val_loss"] is not None and e["step"] > since[-1]]
+            changes = [step for step in changes if step < kept]
+            if DECIDES_VALIDATION & set(event.get("changes", ())):
+                changes.append(event["step"])
+        since, measured = max(changes, default=-1), self.current("eval").values()
+        return [e for e in measured if e["val_loss"] is not None and e["step"] > since]
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""

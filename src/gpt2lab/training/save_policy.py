@@ -70,8 +70,9 @@ class SavePolicy:
         found = self.runtime.on_rank_zero(self.saver.best_left)
         if found is not None:
             step, loss = found
-            if step != self._best_before and (step or 0) <= self.steps.steps_before:
-                step, loss = None, None  # of other validation data than this start's
+            is_earlier = step is not None and step <= self.steps.steps_before
+            if is_earlier and step != self._best_before:  # of other validation data
+                step, loss = None, None
             self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)
 
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
