@@ -188,9 +188,9 @@ def find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
 
 
 def describe_change(name: str, change: list[Any]) -> str:
-    """Write what a setting was and is; of a fingerprint as much as is shown elsewhere."""
-    before, now = (str(value)[:12] if name == "data" else value for value in change)
-    return f"{before} -> {now}"
+    """Write what a setting was and is, as it is typed; of a fingerprint as much as is shown elsewhere."""
+    words = (" ".join(value) if isinstance(value, list) else str(value) for value in change)
+    return " -> ".join(word[:12] if name == "data" else word for word in words)
 
 
 def reject_changes(
@@ -208,6 +208,8 @@ def reject_changes(
     guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]
 
     def show(names: list[str]) -> str:
+        if "data" in names and "data_dir" in changes:  # fingerprints do not say what was mistyped
+            names = [*names, "data_dir"]
         return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
 
     recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
