@@ -55,6 +55,7 @@ class TrainState:
     val_loss: float | None = None  # of exactly this step, None if it was not measured here
     best_val_loss: float | None = None
     best_step: int | None = None
+    best_from: int = 0  # evaluations up to this step are of other validation windows
     non_finite_in_a_row: int = 0  # updates skipped since the last good one
     recent_losses: tuple[float, ...] = ()  # what a spike is judged by
     # Updates skipped and samples jumped over: step, reason, samples.
@@ -134,7 +135,7 @@ _RULES = {
     "train_seconds": NUMBER,
     **dict.fromkeys(("val_loss", "best_val_loss"), or_null(_LOSS)),
     "best_step": or_null(COUNT),
-    "non_finite_in_a_row": COUNT,
+    **dict.fromkeys(("best_from", "non_finite_in_a_row"), COUNT),
     "recent_losses": _LOSSES,
     **dict.fromkeys(("skipped", "history"), _OBJECTS),
     **dict.fromkeys(("unverified", "due"), list_of(STRING, "a list of text")),

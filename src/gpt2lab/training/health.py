@@ -143,6 +143,9 @@ def rewind(
         lambda: store.load(chosen.path, model=components.model, optimizers=components.optimizers)
     )
     record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
+    best_from = min(state.best_from, chosen.step)
+    if (loaded.best_step or 0) <= best_from:
+        loaded = dataclasses.replace(loaded, best_val_loss=None, best_step=None)
     if runtime.rank == 0:  # before the log says that the run went back
         catalog.supersede(start.run_dir, chosen.step, best=loaded.best_step)
     logger.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
@@ -157,6 +160,7 @@ def rewind(
         train_seconds=state.train_seconds,
         skipped=(*state.skipped, record),
         history=state.history,
+        best_from=best_from,
     )
 
 

@@ -122,7 +122,7 @@ def load_state(
         record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
         state = dataclasses.replace(state, history=(*state.history, record))
     if start.changes.keys() & history.DECIDES_VALIDATION:  # losses before are of other windows
-        state = dataclasses.replace(state, best_val_loss=None, best_step=None)
+        state = dataclasses.replace(state, best_val_loss=None, best_step=None, best_from=state.step)
     if "data" in start.changes:  # sample numbers mean other windows: begin at the first
         state = dataclasses.replace(state, samples=0)
     return state

@@ -32,7 +32,6 @@ class SavePolicy:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = steps.state.step
-        self._best_before = steps.state.best_step  # none after a change of the validation data
         if not saver.is_async and self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
         self.grace, self._warned_of_grace = launcher_grace_seconds(os.environ), False
@@ -70,8 +69,7 @@ class SavePolicy:
         found = self.runtime.on_rank_zero(self.saver.best_left)
         if found is not None:
             step, loss = found
-            is_earlier = step is not None and step <= self.steps.steps_before
-            if is_earlier and step != self._best_before:  # of other validation data
+            if step is not None and step <= self.state.best_from:
                 step, loss = None, None
             self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)
 

@@ -197,6 +197,28 @@ def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_agai
 
 
 @pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("loss", "fault", "more", "best"),
+    [(0.3, "checkpoint.before_rename:enospc@12", (), 8), (5.0, "", ("--val_tokens=64",), 12)],
+)
+def test_a_rewind_keeps_a_best_of_the_same_windows(
+    loss, fault, more, best, run, spoil, monkeypatch
+):
+    plain, losses = TrainState.with_val_loss, {8: 0.5, 10: 0.4}
+    monkeypatch.setattr(
+        TrainState, "with_val_loss", lambda self, _: plain(self, losses.get(self.step, 6.0))
+    )
+    flags = (*RUN[::2], "--eval_freq=1", "--max_steps=14", "--on_spike=rewind")
+    run.train(*flags, "--stop_after_steps=10")
+    losses.update({10: 6.0, 12: loss})
+    spoil(50.0, 12)
+    monkeypatch.setenv("FAULT", fault)
+    run.train(*flags, "--resume=latest", "--async_checkpoint=off", *more)
+    assert [event["step"] for event in run.events("rewind")] == [9]
+    assert run.labels()["best"] == f"step_{best:08d}"
+
+
+@pytest.mark.usefixtures("soon")
 def test_a_rewind_without_a_checkpoint_skips(tiny_data, tmp_path, spoil):
     run = Run(tiny_data, tmp_path, "--checkpoint_freq=0", "--eval_freq=0")
     spoil(50.0, 12)
