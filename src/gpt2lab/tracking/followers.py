@@ -299,9 +299,8 @@ def _find_place(log: Path, sent: Sent, record: Path) -> None:
         raise ConfigError(f"{log}: has lost the line sent last; delete {record} to send all again")
     sent.end = 0
     for begin, line, event, _ in _unsent(log, 0):
-        if event["attempt"] > sent.attempt or event["time"] > sent.time:
-            break
-        sent.end = begin + len(line)
+        if event["attempt"] <= sent.attempt and event["time"] <= sent.time:
+            sent.end = begin + len(line)
 
 
 def _one_line(error: Exception) -> str:

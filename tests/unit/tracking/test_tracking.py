@@ -221,6 +221,9 @@ def test_a_log_that_was_repaired_or_lost_its_end_is_continued_where_it_was(recor
         assert sent(recorder) == [(2, step) for step in steps]
     write_log(tmp_path, ("begin", 3, 4), ("step", 3, 5))
     assert (sync(tmp_path), sent(recorder)) == (1, [(3, 5)])
+    begun, *lines, _ = log.read_text().splitlines(keepends=True)
+    log.write_text(begun.replace('"time": ', '"time": 9') + "".join(lines))  # its clock was ahead
+    assert sync(tmp_path) == 0
     log.write_text(left)  # the next start has a lower number than the one sent last
     write_log(tmp_path, ("begin", 2, 1), ("step", 2, 2))
     assert (sync(tmp_path), sent(recorder)) == (1, [(2, 2)])
