@@ -93,8 +93,8 @@ class Rm(AmongRuns):
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
         for folder in folders:
-            inner = {path.parent for path in folder.rglob(METRICS)} - {folder}
-            if inner:
+            inner = {path.parent for path in folder.rglob("config.json")} - {folder}
+            if inner := set(filter(_is_run, inner)):
                 raise ConfigError(f"{folder}: holds the run {min(inner)}; move it away first")
         return _act(folders, "delete", delete, sure=self.yes)
 
@@ -117,7 +117,8 @@ class Archive(AmongRuns):
             to = folder.with_name("archive")
             to = to if self.to is None else paths.from_working_directory(self.to)
             above = (to.resolve(), *to.resolve().parents)
-            if (run := next(filter(_is_run, above), None)) is not None:
+            readable = (folder for folder in above if os.access(folder, os.R_OK))
+            if (run := next(filter(_is_run, readable), None)) is not None:
                 raise ConfigError(f"--to {to}: lies inside the run {run}; choose another --to")
             if os.path.lexists(to / folder.name) or to / folder.name in moves.values():
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")

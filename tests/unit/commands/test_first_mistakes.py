@@ -428,6 +428,7 @@ def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place):
     done = runs_command(place, "archive", *words, "--yes")
     assert f"lies inside the run {runs / 'tiny'};" in rejected(done)
     shutil.move(runs / "archive", runs / "tiny" / "sub")
+    (runs / "tiny" / "sub" / "tiny" / "metrics.jsonl").unlink()
     done = runs_command(place, "rm", "tiny", "--yes")
     assert f"holds the run {runs / 'tiny' / 'sub' / 'tiny'};" in rejected(done)
 
