@@ -68,9 +68,10 @@ def command_words(verb: str, processes: int = 1, *, anywhere: bool = False) -> l
             launcher, gpus = [call("torchrun"), f"--nproc_per_node={processes}"], []
         return [*launcher, *(show(Path(word)) for word in trainer(verb)), *gpus]
     if by_module or not is_installed:
-        # Without the package in the environment, Python finds it in the checkout.
+        # Without the package in the environment, Python finds it where this program did.
         is_found = is_installed or (by_module and not anywhere)
-        found = [f"PYTHONPATH={show(REPOSITORY / 'src')}"] * (IS_CHECKOUT and not is_found)
+        source = f"PYTHONPATH={show(Path(__file__).resolve().parents[1])}"
+        found = [] if is_found else ["env", source]  # bash alone takes no quoted assignment
         return [*found, call("python"), "-m", "gpt2lab", *verb.split(), *gpus]
     return [call("gpt2lab"), *verb.split(), *gpus]
 
