@@ -198,6 +198,11 @@ def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
         more = file.with_suffix(".flags")
         words = ["--config", str(file), "--resume=auto"]
         words += more.read_text().split("\n") if more.exists() else []
+        if any(word.startswith("--stop_after_steps=") for word in words):
+            raise ConfigError(
+                f"{out}: its runs branch from each other, so their order matters; continue it with "
+                f"gpt2lab ladder run FILE --trunks --out {paths.display_path(out)}"
+            )
         start = resolve(
             parse(words, "pretrain").request, PRETRAINING, world_size=1, set_aside=False
         )
