@@ -33,6 +33,7 @@ from gpt2lab.lab.seed_runs import (
     check_runs,
     outlook_of,
     plan_runs,
+    prefix_errors,
     require_own_settings,
     run_all,
 )
@@ -117,7 +118,8 @@ class Ablation:
         check_runs(runs)
         for run in runs:
             if run.code is None:  # its own program decides what it continues
-                require_own_settings(run, "eval_freq")  # tokens to a loss are read off the curve
+                with prefix_errors(run.setting):
+                    require_own_settings(run, "eval_freq")  # tokens to a loss are read off it
         return runs
 
     def _train(self, new: Sequence[SeedRun], before: Sequence[SeedRun]) -> None:
