@@ -218,16 +218,20 @@ def _encoder(content: bytes) -> Encoder:
 
 @functools.lru_cache(maxsize=4)
 def _encoder_of_text(content: bytes) -> Encoder:
-    """Return the encoder that takes what looks like a special token for text, also where it is a Unigram's piece."""
+    """Return the encoder that takes what looks like a special token for text, also where the model has it whole."""
     values = json.loads(content)
     model, added = values["model"], values.get("added_tokens") or []
-    special = {one["content"] for one in added if one.get("special")}
-    if model.get("type") != "Unigram" or not special:
+    # What is unknown stays: a text that holds its name holds an unknown word.
+    special = {one["content"] for one in added if one.get("special")} - {model.get("unk_token")}
+    is_of_pieces = model.get("type") in ("Unigram", "WordLevel", "WordPiece")
+    if not special or not (is_of_pieces or model.get("ignore_merges")):
         return _encoder(content)
     # No text holds the new names. Scores stay: the lowest decides what an unknown character costs. So do the places of
     # added tokens: the library numbers those outside of the vocabulary anew.
     names = {piece: f"\0{uuid.uuid4().hex}\0" for piece in special}
-    model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    pairs = model["vocab"].items() if isinstance(model["vocab"], dict) else model["vocab"]
+    renamed = [(names.get(piece, piece), value) for piece, value in pairs]
+    model["vocab"] = dict(renamed) if isinstance(model["vocab"], dict) else renamed
     for one in added:
         one["content"] = names.get(one["content"], one["content"])
     values["post_processor"] = None  # it names special tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 import launch
 from gpt2lab.errors import DataError
@@ -75,6 +75,11 @@ def test_a_special_token_that_is_a_piece_is_text_as_well(letters):
     assert found.tokenizer_json() == whole.to_str().encode()
     for text in ("spad☃", "\0001\0 ask"):  # scores, numbers and texts as they are
         assert list(found.encode(text)) == whole.encode(text).ids
+    words = Encoder(models.WordLevel({"<unk>": 0, "</s>": 1, "<pad>": 2, "spad": 3}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<unk>", "</s>", "<pad>"])
+    found = of_json(words.to_str().encode(), "</s>", "words")
+    assert list(found.encode("spad <pad> </s> <unk>")) == [3, 0, 0, 0]
 
 
 def test_lengths_of_ids_are_bytes_of_text(tokenizer):
