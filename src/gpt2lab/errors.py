@@ -190,7 +190,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def is_lost_peer(error: Exception) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Tell whether an error says that another rank is gone: a PeerError, or one of gloo's or NCCL's."""
     words = r"Connection (closed|reset) by peer|Broken pipe|remote process"
     by_library = isinstance(error, RuntimeError) and re.search(words, str(error)) is not None

@@ -20,6 +20,13 @@ HALF = "    args[0].param_groups[0]['params'][0].data.add_(1)\n"  # of an update
 AHEAD = "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
 
 
+def test_a_rank_that_dies_in_the_update_of_sharded_state_is_named(run, tmp_path):
+    dies = "if rank == 1 and calls == 9: os.kill(os.getpid(), signal.SIGKILL)"
+    program = program_before(tmp_path, "gpt2lab.distributed.sharding.Bucket", "send", dies)
+    assert run.finish("--parallel=zero1", world=2, program=program) != 0
+    assert re.search(r"error: another rank of this run died in the update after step", run.errors())
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_row_11_a_process_is_killed_also_while_a_step_is_in_flight(
     is_ahead, run, reference, tmp_path

@@ -127,8 +127,8 @@ class Strategy:
         needs_rows = self._parallel == "zero1" and self._exact is None and not full_gradients
         self._scatters = needs_rows and self.device.type == "cuda"
         self._by_region = self._parallel == "fsdp"  # of any model; `prepare` knows the model
-        # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
-        self.averaged_over = 1 if self._exact else runtime.world_size
+        # DDP and FSDP average gradients over ranks, and the loss is a sum over all: it is scaled up by this.
+        self._averaged_over = 1 if self._exact else runtime.world_size
         self.loss_scale = LossScale(self.device) if system.dtype == "fp16" else None
 
     @functools.cached_property
@@ -214,6 +214,14 @@ class Strategy:
 
         return filled
 
+    def loss_factor(self, num_targets: int) -> float | torch.Tensor:
+        """Return what each loss is multiplied by before the backward pass; `num_targets` are the global batch's.
+
+        In fp16 `clip_grad_norm` makes the average over the ranks a sum: its range is no wider for more of them.
+        """
+        scale = self.loss_scale.scale if self.loss_scale else self._averaged_over
+        return scale / num_targets
+
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Undo fp16's loss scale, clip the global gradient to `max_norm`, return its L2 norm before, () float32.
 
@@ -222,8 +230,9 @@ class Strategy:
         gradients = [rows_of(p.grad) for p in model.parameters() if p.grad is not None]
         if self._scatters:
             gradients = [local_rows(g, self._mesh) for g in gradients]
-        if self.loss_scale is not None:  # a power of 2: it rounds nothing
-            torch._foreach_div_(gradients, self.loss_scale.scale.to(gradients[0].device))
+        if self.loss_scale is not None:
+            scale = self.loss_scale.scale / self._averaged_over
+            torch._foreach_div_(gradients, scale.to(gradients[0].device))
         squares = sum_of_squares(gradients)
         if self._parallel == "fsdp" or self._scatters:
             dist.all_reduce(squares)  # of offloaded rows by gloo: the group has both backends

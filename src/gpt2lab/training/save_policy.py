@@ -68,9 +68,7 @@ class SavePolicy:
             return
         found = self.runtime.on_rank_zero(self.saver.best_left)
         if found is not None:
-            step, loss = found
-            if step is not None and step <= self.state.best_from:
-                step, loss = None, None
+            step, loss = found if (found[0] or 0) > self.state.best_from else (None, None)
             self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)
 
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:

@@ -91,10 +91,7 @@ def train_step(
     """
     set_learning_rate(optimizers, lr)
     began = ready = strategy.mark()
-    # DDP averages gradients over the ranks; the loss is a sum over all of them.
-    scale: float | torch.Tensor = strategy.averaged_over / batch.num_targets
-    if strategy.loss_scale is not None:
-        scale = scale * strategy.loss_scale.scale
+    scale = strategy.loss_factor(batch.num_targets)
     losses = []  # each () nats, summed over (B, T)
 
     for micro in batch.micro_batches:  # this rank's share, in global order
@@ -117,8 +114,9 @@ def train_step(
     try:
         if accepted is None:
             reject_on_device(optimizers, (mean_loss, norm))
-        for optimizer in optimizers if accepted is not False else []:
-            optimizer.step()
+        if accepted is not False:
+            for optimizer in optimizers:
+                optimizer.step()
         after_update()
         strategy.clear_gradients(model)
     except Exception as error:

@@ -74,7 +74,12 @@ class Trainer:
                     reason = self.run_steps(batches)
                 if reason != "rewind":
                     return reason
-        except (GPT2LabError, PartialUpdateError):
+        except PartialUpdateError as error:
+            if not is_lost_peer(error.__cause__ or error):
+                raise
+            died = f"another rank of this run died in the update after step {self.state.step}"
+            raise PeerError(f"{died}; continue with --resume latest") from error
+        except GPT2LabError:
             raise
         except Exception as error:
             if (lost := self.check_folder()) is not None:
