@@ -399,7 +399,9 @@ class SystemConfig:
         "precision of the residual stream where dtype is bf16; auto = bf16 on CUDA, fp32 on CPUs",
     )
     compile: Literal["auto", "on", "off"] = free(
-        "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
+        "auto",
+        "torch.compile; auto = on, but on CPU only from 200 steps up (guarded when dropout > 0)",
+        draws_dropout=True,
     )
     attention: AttentionBackend = free(
         "auto",

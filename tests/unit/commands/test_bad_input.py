@@ -51,11 +51,6 @@ def write_shard(tokens: np.ndarray) -> None:
     np.save(DATA / "tiny_train_000001.npy", tokens)
 
 
-def empty_folder() -> None:
-    for path in DATA.iterdir():
-        path.unlink()
-
-
 def at_step_5(**changes: object) -> None:
     """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
     start = resolve(parse(FLAGS), world_size=1, set_aside=False)
@@ -82,7 +77,7 @@ CASES = {
     # data
     "data folder missing": Case(["--data_dir=nowhere"]),
     "data folder of an unknown user": Case(["--data_dir=~no_such_user/data"]),
-    "data folder empty": Case([], empty_folder),
+    "data folder empty": Case([], lambda: [path.unlink() for path in DATA.iterdir()]),
     "data folder is a file": Case(["--data_dir=data/tiny_val_000000.npy"]),
     "shard of floats": Case([], lambda: write_shard(np.zeros(400, np.float32))),
     "shard shorter than a window": Case([], lambda: write_shard(np.zeros(CONTEXT, np.uint16))),
@@ -136,6 +131,9 @@ CASES = {
     "another rate": Case(["--resume=latest", "--max_lr=0.5"], at_step_5),
     "a longer run": Case(["--resume=latest", "--max_steps=30"], at_step_5, flags=ENDLESS),
     "other data": Case(["--resume=latest"], other_data),
+    "compilation under dropout": Case(
+        ["--resume=latest", "--dropout=0.1", "--compile=on"], lambda: at_step_5(dropout=0.1)
+    ),
     "micro-batch under dropout": Case(
         ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"], lambda: at_step_5(dropout=0.1)
     ),
