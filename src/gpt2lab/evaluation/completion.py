@@ -148,7 +148,7 @@ class Completer:
             torch.Generator().manual_seed(rng.fold_seed(style.seed, number, place))
             for place in places
         ]
-        length = max(1, len(ids))
+        length, ended = max(1, len(ids)), [False] * len(places)
         with self.strategy.autocast():
             for drawn in draw(
                 self.model,
@@ -161,7 +161,11 @@ class Completer:
                 end_of_text=self.tokenizer.end_of_text,
             ):
                 length += 1
-                self.tokens += len(drawn)
+                self.tokens += ended.count(False)
+                ended = [
+                    over or id == self.tokenizer.end_of_text
+                    for over, id in zip(ended, drawn, strict=True)
+                ]
                 yield drawn
         self.outgrew |= length - 1 > self.context_length
         self.seconds += time.monotonic() - began

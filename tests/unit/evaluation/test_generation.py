@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.sample import compare_with_rerun, describe
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError
+from gpt2lab.evaluation import generation
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
@@ -105,7 +106,7 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder):
     assert fits.outgrew
 
 
-def test_a_sample_depends_on_its_seed_and_place_alone(folder):
+def test_a_sample_depends_on_its_seed_and_place_alone(folder, monkeypatch):
     prompt = completer(folder).encode("The ")
     three = list(completer(folder).complete(prompt, num_samples=3))
     two = completer(folder).complete(prompt, num_samples=2)
@@ -121,6 +122,10 @@ def test_a_sample_depends_on_its_seed_and_place_alone(folder):
     found = list(itertools.islice(many.complete([1], num_samples=10**9), 20))
     assert many.tokens == 2 * 16 * many.style.max_new_tokens
     assert len({one.text for one in found}) == 20
+    short, end = completer(folder), many.tokenizer.end_of_text
+    monkeypatch.setattr(generation, "draw", lambda *_, **__: iter([[5, end], [6, end], [end, end]]))
+    texts = list(short.complete([1], num_samples=2))
+    assert (len(texts), short.tokens) == (2, 4), "none after a text's end"
 
 
 def shares(**settings: Any) -> list[float]:
