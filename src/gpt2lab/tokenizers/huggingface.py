@@ -351,7 +351,8 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
     import numpy as np
 
     values = json.loads(content)
-    special = {one["id"] for one in values.get("added_tokens") or () if one.get("special")}
+    added = {one["id"]: one for one in values.get("added_tokens") or ()}
+    special = {id for id, one in added.items() if one.get("special")}
     by_id = {
         id: token for token, id in _ids_of(values, TOKENIZER_FILE).items() if id not in special
     }
@@ -359,7 +360,8 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
     if "ByteLevel" in _kinds(values, "decoder") | _kinds(values, "pre_tokenizer"):
         alphabet = set(byte_alphabet())
         for id, token in by_id.items():
-            lengths[id] = len(token) if alphabet.issuperset(token) else len(token.encode())
+            is_coded = id not in added and alphabet.issuperset(token)  # an added token is text
+            lengths[id] = len(token) if is_coded else len(token.encode())
         return lengths
     encoder = _encoder(content)
     # What an id adds after another one: at the beginning of a text some decoders drop a space.
