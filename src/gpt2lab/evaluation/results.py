@@ -40,6 +40,7 @@ class Results:
     per_unit: dict[str, np.ndarray]  # metric -> (n,) float64
     details: dict[str, np.ndarray]  # not compared
     step: int | None = None
+    target: str | None = None  # the folder of the weights, in files of `evaluate --save`
     weights: np.ndarray | None = None  # (n,), such as a document's targets; default equal
 
     @property
@@ -84,6 +85,7 @@ def write_results(path: Path, results: Results) -> None:
         "kind": results.kind,
         "units": results.units,
         "step": results.step,
+        "target": results.target,
         "metrics": list(results.per_unit),
     }
     arrays: dict[str, Any] = {**results.per_unit, **results.details}
@@ -111,7 +113,8 @@ def read_results(path: Path) -> Results:
             raise DataError(f"{path}: format {head['format']!r}, this version reads {FORMAT!r}")
         per_unit = {name: arrays.pop(name) for name in head["metrics"]}
         weights = arrays.pop("weights", None)
-        return Results(head["kind"], head["units"], per_unit, arrays, head["step"], weights)
+        target = head.get("target")  # None in files of earlier versions
+        return Results(head["kind"], head["units"], per_unit, arrays, head["step"], target, weights)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:

@@ -116,7 +116,12 @@ def find_results(
                 files.append(file_of_step(run_dir, kind, max(steps)))
         for task, (step, _) in evaluations.newest_tasks(run_dir, log, only_step).items():
             files.append(evaluations.file_of(evaluations.items_folder(run_dir, step), task))
-    return _by_what([read(path.resolve()) for path in files if path.exists()])
+    found = [read(path.resolve()) for path in files if path.exists()]
+    if len(targets := sorted({one.target for one in found if one.target is not None})) > 1:
+        raise DataError(
+            f"{folder}: holds results of {' and of '.join(targets)}; save those of each in a folder of their own"
+        )
+    return _by_what(found)
 
 
 def _by_what(found: list[Results]) -> dict[str, Results]:

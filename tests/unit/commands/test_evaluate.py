@@ -198,12 +198,18 @@ def test_one_step_against_another_and_saved_results(folder):
     assert answer["metrics"]["val_loss"]["difference"] == pytest.approx(losses[1] - losses[0])
     ask("evaluate.py", early, "--val=data", "--save=saved", "--json", folder=folder)
     again = ask("compare", "saved", early, "--json", "--only=validation", folder=folder)
-    assert list(again["metrics"]) == ["val_loss"]
-    assert again["metrics"]["val_loss"]["difference"] == 0
+    assert (list(again["metrics"]), again["metrics"]["val_loss"]["difference"]) == (["val_loss"], 0)
     assert again["metrics"]["val_loss"]["within_noise"] is True
     assert [again["metrics"]["val_loss"][f"step_{which}"] for which in "ab"] == [2, 2]
     _, _, said = launch.call("compare", "a@4", "a@latest", "--checkpoint_dir=runs", folder=folder)
     assert said.startswith("note: a@4 and a@latest mean the same validation results; ")
+    shutil.copy(folder / "saved" / "validation.npz", folder / "late.npz")
+    ask("evaluate.py", late, "--val=data", "--save=saved", "--json", folder=folder)
+    shutil.move(folder / "late.npz", folder / "saved" / "hellaswag.npz")
+    with pytest.raises(
+        DataError, match=r"saved: holds results of .*0002 and of .*0004; save those"
+    ):
+        compare(str(folder / "saved"), str(folder / early), checkpoint_dir=folder)
 
 
 def synthetic(path: Path, values: np.ndarray, items: str = "x") -> str:
