@@ -85,7 +85,7 @@ class HellaSwag:
 
     hellaswag_path: Path | None = option(None, "HellaSwag items; default: downloaded once")
     model: ModelName = option("gpt2", "shape of the model, with random weights")
-    items: int = option(100, "items scored: a fixed random subset")
+    items: int = option(100, "items scored: a fixed random subset", least=1)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision of both")
     json: Path | None = option(None, "also write the numbers to this file")
@@ -221,8 +221,8 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(VERBS, argv)
     if isinstance(flags, FirstCard):
         return _run_first_card(flags)
-    if flags.json and not flags.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {flags.json}: no such folder")
+    if flags.json and (flags.json.is_dir() or not flags.json.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {flags.json}: no such folder, or a folder itself; name a file")
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
         Cpu: _measure_trainers,
         Gpu: _measure_trainers,
@@ -279,6 +279,9 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
     for name in ("rounds", "warmup", "steps"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    for name in ("model", "dtype", "peer", "variant"):
+        if len(set(words := getattr(flags, name))) < len(words):
+            raise ConfigError(f"--{name} {' '.join(words)}: names one twice")
     if flags.total_seconds is not None and flags.total_seconds <= 0:
         raise ConfigError(f"--total_seconds {flags.total_seconds:g} must be above 0")
     plan = trainers.Plan(

@@ -16,6 +16,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style, load_questions
 from gpt2lab.model.gpt import GPT, build_model
@@ -55,6 +56,12 @@ def compare_with_tutorial(
     questions = load_questions(path, GPT2).subset(items)
     sequences = questions.sequences
     T = config.context_length
+    longest = max(len(c) + max(map(len, ends)) for s in sequences.values() for c, *ends in s)
+    if longest > T:
+        raise ConfigError(
+            f"{path}: an item has {longest} tokens, which the tutorial's loop does not cut to the context of "
+            f"{model_name}, {T}; name a model with a longer one"
+        )
 
     def batches(style: Style) -> list[Any]:
         rows = make_rows(sequences[style], context_length=T)

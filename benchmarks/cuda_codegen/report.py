@@ -196,9 +196,10 @@ def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
     def gigabytes(size: float) -> str:
         return f"{size / 1e9:.1f}"
 
+    context = preset(table["model"]).model.context_length
     lines = [
         f"{table['model']}, {table['n_layer']} layers (from {layers[0]} and {layers[1]}), B {table['micro_batch']}, "
-        f"T 1024, bf16, {table['attention']} attention, {table['architecture']} ({table['card']})"
+        f"T {context}, bf16, {table['attention']} attention, {table['architecture']} ({table['card']})"
         + (f", in DDP with buckets of {bucket:g} MiB" if bucket else "")
         + (", compiled by region:" if table["by_region"] else ":"),
         "",

@@ -97,6 +97,8 @@ def test_a_stage_may_take_its_share_of_what_is_left(gpus, parts):
     [
         ("NVIDIA H200", "speed.gpt2", "inside"),
         ("NVIDIA H200", "speed.gpt2_h100", "predicted for an H100"),
+        ("NVIDIA GH200 480GB", "speed.gpt2", "predicted for an H200"),
+        ("NVIDIA H200 NVL", "speed.gpt2", "predicted for an H200"),
         ("NVIDIA H100 80GB HBM3", "speed.gpt2", "predicted for an H200"),
         ("NVIDIA H100 80GB HBM3", "speed.cross_entropy", "inside"),
         ("NVIDIA H200", "sweep.muon", "above"),
