@@ -200,8 +200,8 @@ def write_array(flags: ResumeCommand, argv: Sequence[str] = ()) -> str:
         words += more.read_text().split("\n") if more.exists() else []
         if any(word.startswith("--stop_after_steps=") for word in words):
             raise ConfigError(
-                f"{out}: its runs branch from each other, so their order matters; continue it with "
-                f"gpt2lab ladder run FILE --trunks --out {paths.display_path(out)}"
+                f"{out}: {file.stem} stops early (--stop_after_steps), so no job array completes it; a ladder with "
+                f"trunks is continued by gpt2lab ladder run FILE --trunks --out {paths.display_path(out)}"
             )
         start = resolve(
             parse(words, "pretrain").request, PRETRAINING, world_size=1, set_aside=False

@@ -180,17 +180,20 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(shared, started, tmp_p
 
 def test_a_job_array_trains_what_an_ablation_has_left(shared, started, tmp_path, capsys):
     """Each task has the words of its run, also those that no settings file holds."""
-    runs = plan_runs({"a": [], "b": ["--stop_after_steps=3"]}, shared, seeds=(1,), out=tmp_path)
+    runs = plan_runs({"a": [], "b": ["--stop_at=2099-01-01"]}, shared, seeds=(1,), out=tmp_path)
     words = [str(tmp_path), "--output=slurm", "--array", "--gpus=0"]
     with pytest.raises(ConfigError, match="was started once"):
         resume_command.main(words)
     run_all(runs[:1])
+    early = {"b": ["--stop_after_steps=3"]}
+    plan_runs(early, shared, seeds=(1,), out=tmp_path)[0].write_settings()
+    with pytest.raises(ConfigError, match="b_seed1 stops early"):
+        resume_command.main(words)
     runs[1].write_settings()
     capsys.readouterr()
     resume_command.main(words)
     script = capsys.readouterr().out
-    assert "#SBATCH --array=0-0\n" in script
-    assert "--gpus" not in script
+    assert ("#SBATCH --array=0-0\n" in script, "--gpus" in script) == (True, False)
     (line,) = re.findall(r"^0\) set -- (.*) ;;$", script, re.M)
     assert shlex.split(line) == runs[1].trainer_words()
     for task in ({"SLURM_ARRAY_TASK_ID": "1"}, {}):  # of another array, and started by hand
@@ -292,8 +295,7 @@ def test_a_run_that_diverges_is_recorded_and_the_others_go_on(shared, started, t
     for _ in range(2):  # started again, it trains nothing, and says the same
         with pytest.raises(CheckError, match="1 of 3 runs diverged: hot_seed1; give their") as end:
             ablate.main(words)
-        assert end.value.exit_code == 1
-        assert started == ["base_seed1", "hot_seed1", "cold_seed1"]
+        assert (end.value.exit_code, started) == (1, ["base_seed1", "hot_seed1", "cold_seed1"])
     said = capsys.readouterr()
     assert "[2/3] hot_seed1: diverged: step 2: validation loss nan" in said.err
     found = json.loads(said.out.splitlines()[-1])
@@ -347,8 +349,7 @@ def test_a_flag_with_several_values_is_a_grid() -> None:
     found = cross({"a": ["--seed=1"]}, grid | {"dropout": ["0", "0.1"]})
     assert next(iter(found)) == "a_max_lr-1e-3_dropout-0"
     assert found["a_max_lr-2e-3_dropout-0.1"] == ["--seed=1", "--max_lr=2e-3", "--dropout=0.1"]
-    assert len(found) == 4
-    assert list(cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
+    assert (len(found), list(cross({"": []}, grid))) == (4, ["max_lr-1e-3", "max_lr-2e-3"])
     with pytest.raises(ConfigError, match="--max_lr: 1 is duplicated"):
         cross({"": []}, {"max_lr": ["1", "1"]})
     with pytest.raises(ConfigError, match="--data_dir a/b a_b: some of their runs would have the"):
