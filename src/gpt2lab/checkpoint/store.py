@@ -268,6 +268,9 @@ def draft(
 
     `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
     """
+    saved, _ = catalog.list_checkpoints(
+        run_dir, labels={}
+    )  # the time orders them, and clocks go back
     content_of_state = {"state": dataclasses.asdict(state), "rng": rng_states}
     return manifests.Draft(
         step=state.step,
@@ -285,7 +288,7 @@ def draft(
             "samples": state.samples,
             "val_loss": state.val_loss,
             "best_val_loss": state.best_val_loss,
-            "created": _now_after(run_dir),
+            "created": max([time.time(), *(info.created + 0.001 for info in saved)]),
         },
     )
 
@@ -306,12 +309,6 @@ def _serialized(tensors: Tensors) -> list[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     flat = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in order]
     return [len(text).to_bytes(8, "little") + text, *flat]
-
-
-def _now_after(run_dir: Path) -> float:
-    """Return the time, at least later than every checkpoint of the run: it orders copies, and clocks can go back."""
-    infos, _ = catalog.list_checkpoints(run_dir, labels={})
-    return max([time.time(), *(info.created + 0.001 for info in infos)])
 
 
 def parameters_of(

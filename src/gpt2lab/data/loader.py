@@ -4,6 +4,7 @@ The loader has no position to save: the caller names the first sample, and a res
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections import deque
@@ -63,7 +64,9 @@ class Loader:
 
         Raises: DataError in the step that would have used a damaged shard.
         """
-        thread = ThreadPoolExecutor(1, "loader", initializer=self._use_device)
+        is_gpu = self._device.type == "cuda"  # where a thread begins on GPU 0
+        use_device = functools.partial(torch.cuda.set_device, self._device) if is_gpu else None
+        thread = ThreadPoolExecutor(1, "loader", initializer=use_device)
         begun = (
             thread.submit(self.fetch, sample)
             for sample in itertools.count(first_sample, self._plan.samples)
@@ -79,10 +82,6 @@ class Loader:
             # Wait for the thread: if it is inside torch when the interpreter ends, the process aborts.
             thread.shutdown(cancel_futures=True)
             self.reader.close()
-
-    def _use_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on GPU 0
 
     def fetch(self, first_sample: int) -> GlobalBatch:
         """Read one global batch now."""

@@ -230,23 +230,6 @@ def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:
     for number, folder in enumerate(sources.folders):
         if any(os.path.samefile(folder, other) for other in sources.folders[:number]):
             raise ConfigError(f"data_dir {folder}: given twice, the other time through a link")
-    _reject_other_tokenizers(opened)
-    splits = {
-        s: tuple(shard for data in opened for shard in data.splits[s]) for s in opened[0].splits
-    }
-    return MixedData(
-        folder=Path("+".join(sources.names)),
-        fingerprint="",
-        splits=splits,
-        warnings=tuple(warning for data in opened for warning in data.warnings),
-        tokenizer=opened[0].tokenizer,
-        end_of_text=opened[0].end_of_text,
-        names=sources.names,
-        sources=tuple(opened),
-    ).with_phases(sources.phases)
-
-
-def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
     first, *others = opened
     for data in others:
         if data.tokenizer is None or data.tokenizer != first.tokenizer:
@@ -254,6 +237,17 @@ def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
                 f"{data.folder}: not known to have the tokenizer of {first.folder}, so equal ids would mean other "
                 f"text; prepare both with one tokenizer"
             )
+    splits = {s: tuple(shard for data in opened for shard in data.splits[s]) for s in first.splits}
+    return MixedData(
+        folder=Path("+".join(sources.names)),
+        fingerprint="",
+        splits=splits,
+        warnings=tuple(warning for data in opened for warning in data.warnings),
+        tokenizer=first.tokenizer,
+        end_of_text=first.end_of_text,
+        names=sources.names,
+        sources=tuple(opened),
+    ).with_phases(sources.phases)
 
 
 def training_order(data: TokenData, config: Config, *, version: int = VERSION) -> Order | Mixture:
