@@ -189,8 +189,7 @@ def test_export_for_llama_cpp(tmp_path):
     assert leftover != out
     for path in (out, straight):
         assert call("export_hf.py", *words, f"--out={path}").returncode == 0
-    assert [*out.parent.iterdir()] == [out]
-    assert out.read_bytes() == straight.read_bytes()
+    assert ([*out.parent.iterdir()], out.read_bytes()) == ([out], straight.read_bytes())
 
 
 @pytest.fixture

@@ -70,8 +70,7 @@ def test_no_rank_outlives_its_launcher(at, number, run, tmp_path):
     """They waited for each other as long as the process group allows, an hour, deaf to SIGTERM."""
     where = {"FROM": "", "AT": at, "WHO": "parent", "NUMBER": int(number), "AT_RANK": 1}
     code, _ = end_of(begin(run, tmp_path, world=2, **where))
-    assert code == (1 if number == signal.SIGTERM else -number)
-    assert run.saved() == []
+    assert (code, run.saved()) == ((1 if number == signal.SIGTERM else -number), [])
 
 
 def test_a_signal_ends_a_rank_that_waits_for_another(run):

@@ -8,6 +8,7 @@ import pytest
 from harness import NO_ROLLING, PACE, FaultRun
 
 pytestmark = pytest.mark.fault
+HANG = ("--hang_seconds=1.5",)
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,6 @@ class Case:
     exit_code: int | None = 1  # in status.json
     saved: tuple[int, ...] | None = None  # None: the step that the status names
     line: str = "error: "  # how the last line begins, under --gpus
-
-
-HANG = ("--hang_seconds=1.5",)
 
 
 def stopped(sent: signal.Signals, *, codes: tuple[int, int]) -> Case:

@@ -55,8 +55,7 @@ def test_row_05_sigterm_within_a_save(run, reference):
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "save of step 10")
     assert run.stop(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
-    assert run.status()["step"] == 10
-    assert [e["step"] for e in run.events("checkpoint")] == [5, 10]
+    assert (run.status()["step"], [e["step"] for e in run.events("checkpoint")]) == (10, [5, 10])
     run.resumes_as(reference(1), world=1)
 
 
@@ -70,8 +69,7 @@ def test_row_05_sigterm_within_an_evaluation(run, tmp_path):
     os.kill(run.workers(process)[1], signal.SIGTERM)
     assert run.end_of(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
-    assert run.status()["step"] == 4
-    assert [e["step"] for e in run.events("eval")] == [0]
+    assert (run.status()["step"], [e["step"] for e in run.events("eval")]) == (4, [0])
 
 
 def test_row_06_sigterm_to_one_rank(run, reference):

@@ -55,8 +55,7 @@ def test_a_run_is_replayed_from_its_own_conversations(folder, tmp_path):
 def test_a_run_learns_and_is_logged_like_any(folder):
     run = folder / "runs" / "whole"
     steps, evals = launch.steps(run), launch.events(run, "eval")
-    assert list(steps) == [1, 2, 3, 4, 5, 6]
-    assert [event["step"] for event in evals] == [0, 3, 6]
+    assert (list(steps), [event["step"] for event in evals]) == ([1, 2, 3, 4, 5, 6], [0, 3, 6])
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.1
     assert evals[0]["val_tokens"] == rows_of(folder, "on")["val"].targets()
     for step, event in steps.items():

@@ -197,8 +197,7 @@ def test_the_best_loss_on_other_data_is_not_the_bar(run, tiny_data, tmp_path):
     run.train("--resume=latest", f"--data_dir={tiny_data}", "--allow_change=data,data_dir")
     easy, other = (run.events("eval", attempt=start)[-1]["val_loss"] for start in (1, 2))
     assert other > easy, "the claim needs a higher loss"
-    assert run.labels()["best"] == "step_00000006"
-    assert run.saved_state(6)["best_val_loss"] == other
+    assert (run.labels()["best"], run.saved_state(6)["best_val_loss"]) == ("step_00000006", other)
     assert f"best {other:.4f} at step 6\n" in describe_run(run.path)
 
 

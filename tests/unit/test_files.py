@@ -30,8 +30,7 @@ def test_a_new_file_replaces_none(tmp_path, monkeypatch, has_links):
     with pytest.raises(FileExistsError) as error:
         create_durably(tmp_path / "new", b"other")
     assert error.value.filename == str(tmp_path / "new")
-    assert read_regular(tmp_path / "new", at_most=7) == b"content"
-    assert names(tmp_path) == {"new"}
+    assert (read_regular(tmp_path / "new", at_most=7), names(tmp_path)) == (b"content", {"new"})
 
 
 def test_fifty_lists_may_lie_in_each_other():
@@ -56,8 +55,7 @@ def test_a_folder_appears_with_the_end_of_its_block_or_not_at_all(tmp_path):
     assert names(tmp_path) == set()
     with staged_folder(tmp_path / "new") as folder:
         (folder / "part").write_text("content")
-    assert (tmp_path / "new" / "part").read_text() == "content"
-    assert names(tmp_path) == {"new"}
+    assert ((tmp_path / "new" / "part").read_text(), names(tmp_path)) == ("content", {"new"})
 
 
 def test_what_a_killed_process_left_goes_and_what_a_live_one_holds_stays(tmp_path):

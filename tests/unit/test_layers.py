@@ -42,13 +42,9 @@ ENTRANCES = {"", "__main__", "train", "finetune"}
 HEAVY = {"torch", "datasets", "huggingface_hub", "matplotlib", "transformers", "pandas"}
 
 
-def module_name(path: Path) -> str:
-    """Name a file as this test does: `data.order`; a package's `__init__` has the package's name."""
-    parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
-    return ".".join(parts)
-
-
-FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PARTS = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+# By names such as `data.order`; a package's `__init__` has the package's name.
+FILES = {".".join(p for p in PARTS[path] if p != "__init__"): path for path in sorted(PARTS)}
 
 
 @functools.cache

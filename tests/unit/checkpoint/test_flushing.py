@@ -23,11 +23,10 @@ from whole_run import Run
 
 RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 Calls = list[tuple[str, Path]]
-Listen = Callable[..., Calls]
 
 
 @pytest.fixture
-def listen(monkeypatch) -> Listen:
+def listen(monkeypatch) -> Callable[..., Calls]:
     """Return a function that has flushes, renames and deletions of folders told before they happen, and noted."""
 
     def begin(hear: Callable[[str, Path], None] = lambda name, path: None) -> Calls:

@@ -189,8 +189,7 @@ def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(run, name, spoil):
     with pytest.raises(CheckpointError):
         run.train("--resume=4")
     run.train("--resume=latest")  # goes back to step 2
-    assert run.events("resume")[-1]["step"] == 2
-    assert run.status()["state"] == "completed"
+    assert (run.events("resume")[-1]["step"], run.status()["state"]) == (2, "completed")
 
 
 APPENDED = ("run.lock", "metrics.jsonl", "log.txt")

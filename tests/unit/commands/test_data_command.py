@@ -156,8 +156,7 @@ def test_show_gives_the_tokens_of_a_step_also_after_a_change_of_batch_and_order(
     run.train("--resume=latest", *changes, "--allow_change=total_batch_size,shuffle")
     run_dir = run.path
     sizes = [len(tokens_of_step(run_dir, step).windows) for step in (1, 8, 9, 12)]
-    assert sizes == [8, 8, 16, 16]
-    assert tokens_of_step(run_dir, 9).first_sample == 8 * 8
+    assert (sizes, tokens_of_step(run_dir, 9).first_sample) == ([8, 8, 16, 16], 8 * 8)
     assert tokens_of_step(run_dir, 12).hash == launch.steps(run_dir)[12]["batch_hash"]
     code, said, _ = data("show", "--run", run_dir, "--step", 9)
     assert code == 0

@@ -92,8 +92,7 @@ def test_a_script_runs_exactly_what_was_meant(place, output, name, words):
         meant = ["src/train.py", "--run_name", name, *words]
         text = write(Job(name, tuple(meant)), output=output)
         seen = executed(text, place)
-        assert seen[1:] == meant
-        assert seen[0] == str(place if output == "command" else here)
+        assert (seen[1:], seen[0]) == (meant, str(place if output == "command" else here))
     shown = text.replace("\n", "").replace("\udcff", "")
     assert shown.isprintable()  # nothing that moves a terminal's cursor
 

@@ -61,8 +61,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
 def test_flat_values_put_over_the_defaults_are_the_config_again(changes):
     config = override(Config(), changes)
     flat = to_flat(config)
-    assert {name: flat[name] for name in changes} == changes
-    assert override(Config(), flat) == config
+    assert ({name: flat[name] for name in changes}, override(Config(), flat)) == (changes, config)
     untouched = to_flat(Config())
     assert all(flat[name] == untouched[name] for name in LEAVES if name not in changes)
 
@@ -71,8 +70,7 @@ def test_paths_are_paths_in_the_config_and_a_setting_of_another_version_is_rejec
     path_names = {name for name in LEAVES if is_path(name)}
     assert path_names == {"data_dir", "hellaswag_path", "core", "checkpoint_dir"}
     config = override(Config(), {"hellaswag_path": "x"})
-    assert config.eval.hellaswag_path == Path("x")
-    assert to_flat(config)["hellaswag_path"] == "x"
+    assert (config.eval.hellaswag_path, to_flat(config)["hellaswag_path"]) == (Path("x"), "x")
     assert read_settings({"run_name": "-x"}) == override(Config(), {"run_name": "-x"})
     with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
         override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})

@@ -126,8 +126,7 @@ def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run):
 
     flat = begun("--max_lr=1e-4", "--max_steps=2000")
     assert (flat["min_lr"], flat["warmup_steps"]) == (1e-5, 200)
-    assert begun("--max_tokens=25600")["warmup_steps"] == 20
-    assert begun()["min_lr"] == 0.0003
+    assert (begun("--max_tokens=25600")["warmup_steps"], begun()["min_lr"]) == (20, 0.0003)
     flat = begun("--max_lr=2e-3", "--min_lr=1e-3", "--max_steps=40", "--warmup_steps=3")
     assert (flat["min_lr"], flat["warmup_steps"]) == (1e-3, 3)
     edit_json(run.path / "config.json", min_lr=0.0002, warmup_steps=2)

@@ -98,8 +98,7 @@ def test_samples_are_those_of_a_walk_that_counts(phases):
         phase = max(i for i, first in enumerate(begins) if first <= sample)
         source = int(patterns[phase][(sample - begins[phase]) % PATTERN])
         if sample % 500 == 0:
-            assert mixed.counts_before(sample).tolist() == taken
-            assert mixed.phase_of(sample) == phase
+            assert (mixed.counts_before(sample).tolist(), mixed.phase_of(sample)) == (taken, phase)
         expected.append((source, taken[source]))
         taken[source] += 1
     sources, numbers = mixed.divide(np.arange(12_000))

@@ -59,8 +59,7 @@ def test_every_document_is_there_in_its_own_ids(tokenizer, source, tmp_path):
     facts = measure(tmp_path / "out")
     texts = sum(len(text.encode()) for text in (*train, *val))
     assert sum(split.text_bytes or 0 for split in facts.values()) == texts
-    assert len(facts["train"].lengths) == len(train)
-    assert verify(tmp_path / "out") == []
+    assert (len(facts["train"].lengths), verify(tmp_path / "out")) == (len(train), [])
     assert f"tokenizer {tokenizer.describe()}" in data.describe(0)
 
 

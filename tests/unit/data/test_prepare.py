@@ -201,8 +201,7 @@ def test_names_that_are_not_utf8_are_prepared(tmp_path, shuffle):
 
 def test_everything_that_shards_json_says_is_true(prepared):
     manifest = json.loads((prepared / "shards.json").read_text())
-    assert manifest["tokenizer"]["name"] == "gpt2"
-    assert manifest["documents"] == len(TEXTS)
+    assert (manifest["tokenizer"]["name"], manifest["documents"]) == ("gpt2", len(TEXTS))
     names = sorted(path.name for path in prepared.glob("*.npy"))
     assert sorted(file["name"] for file in manifest["files"]) == names
     for file in manifest["files"]:
@@ -210,8 +209,7 @@ def test_everything_that_shards_json_says_is_true(prepared):
         tokens = np.load(prepared / file["name"])
         assert (tokens.dtype, file["bytes"]) == (np.dtype("<u2"), len(content))
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
-        assert file["tokens"] == len(tokens)
-        assert file["max_id"] == max(tokens.tolist())
+        assert (file["tokens"], file["max_id"]) == (len(tokens), max(tokens.tolist()))
         assert f"_{file['split']}_" in file["name"]
     body = {key: value for key, value in manifest.items() if key != "fingerprint"}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))

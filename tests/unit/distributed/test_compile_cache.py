@@ -54,8 +54,7 @@ def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     assert first["graphs"] == second["graphs"] == 2
     assert (first["from_cache"], second["from_cache"]) == (0, 2)
     assert first["compile_seconds"] > 0
-    assert Path(first["folder"]).parents[2] == home / ".cache"
-    assert runs[0].bits() == runs[1].bits()
+    assert (Path(first["folder"]).parents[2], runs[0].bits()) == (home / ".cache", runs[1].bits())
 
 
 WORKER = launch.WORKERS / "count_compiles.py"

@@ -56,8 +56,7 @@ def use(**system: object) -> torch.device:
 
 def test_fp32_stays_fp32_where_a_container_says_tf32(gpu):
     torch.set_float32_matmul_precision("high")  # as where TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
-    assert use() == torch.device("cuda", 0)
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert (use(), torch.get_float32_matmul_precision()) == (torch.device("cuda", 0), "highest")
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication", stacklevel=1)
 

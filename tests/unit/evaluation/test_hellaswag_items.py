@@ -78,8 +78,7 @@ def test_the_two_texts_of_an_item():
     decoded = [gpt2_encoding().decode(ids.tolist()) for ids in harness]
     assert decoded[0] == "Tea: X. Then"
     # The harness moves the space at the context's end to the ending, and counts the ending without either.
-    assert decoded[1:] == ["   Stir well.", "  a", "  b c", "  d. e"]
-    assert chars == [11, 1, 3, 4]
+    assert (decoded[1:], chars) == (["   Stir well.", "  a", "  b c", "  d. e"], [11, 1, 3, 4])
     decoded = [gpt2_encoding().decode(ids.tolist()) for ids in tutorial]
     assert decoded == ["X. then [x]", *(f" {text}" for text in endings)]
 

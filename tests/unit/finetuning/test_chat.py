@@ -54,8 +54,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits():
         answer = "".join(chat.ask(question))
         said.append(Turn("user", question))
         ids, at_most = echo.asked[-1]
-        assert ids == encode(said[-len(chat.turns) + 1 :], GPT2)[0]
-        assert at_most == 12
+        assert (ids, at_most) == (encode(said[-len(chat.turns) + 1 :], GPT2)[0], 12)
         assert len(ids) + at_most <= CONTEXT
         said.append(Turn("assistant", answer.strip()))
         assert (chat.turns, chat.number) == (said[-len(chat.turns) :], number + 1)
@@ -153,8 +152,7 @@ def test_answers_are_compared_where_asked(folder, monkeypatch):
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
     works_with("rouge-score", version("rouge-score"), "evaluate --eval_generate")
     scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
-    assert scored["val_loss"] == plain["val_loss"]
-    assert scored["generate"]["n"] == 1
+    assert (scored["val_loss"], scored["generate"]["n"]) == (plain["val_loss"], 1)
     assert 0 <= scored["generate"]["rouge_l"] <= 1
     # English is split as by the library's own tokenizer, and other scripts are not dropped.
     letters, split = "".join(map(chr, range(128))), sys.modules["rouge_score.tokenize"].tokenize

@@ -159,8 +159,7 @@ def test_what_is_held_out_depends_on_texts_alone_and_the_demo_is_usable():
     digests = [f"{n:03d}" for n in range(50)]
     chosen = choose_held_out(digests, 0.1)
     shuffled = random.Random(0).sample(digests, 50)
-    assert len(chosen) == 5
-    assert choose_held_out([*shuffled, *shuffled], 0.1) == chosen
+    assert (len(chosen), choose_held_out([*shuffled, *shuffled], 0.1)) == (5, chosen)
     assert len(choose_held_out(digests[:3], 0.01)) == 1
     conversations = read_conversations("demo")
     assert len(conversations) >= 60

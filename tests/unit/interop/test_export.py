@@ -82,8 +82,7 @@ def test_transformers_generates_from_it_by_the_names_that_people_use(folder, tmp
     assert model.dtype == torch.float32
     text = "It's naïve,\n\n  don't 12345 你好 🙂<|endoftext|>"
     expected = gpt2_encoding().encode(text, allowed_special="all")
-    assert tokenizer(text)["input_ids"] == expected
-    assert tokenizer.decode(expected) == text
+    assert (tokenizer(text)["input_ids"], tokenizer.decode(expected)) == (expected, text)
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 50256
     assert tokenizer.model_max_length == CONTEXT
 
@@ -136,8 +135,7 @@ def test_the_model_card_tells_the_runs_numbers_and_quotes_what_a_manifest_says(f
     numbers = {"out": "s", "dtype": "float32", "parameters": 1}
     write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
     card = (tmp_path / "README.md").read_text()
-    assert " 200 in 4 steps, " in card
-    assert "planned" not in card
+    assert (" 200 in 4 steps, " in card, "planned" in card) == (True, False)
     assert "HellaSwag" not in card
 
 

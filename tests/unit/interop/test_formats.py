@@ -346,11 +346,9 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path):
     llmc_shards(source, made_splits())
     before = snapshot(source)
     manifest = import_folder(source, out=out)
-    assert snapshot(source) == before
-    assert [path.name for path in out.iterdir()] == ["shards.json"]
+    assert (snapshot(source), [path.name for path in out.iterdir()]) == (before, ["shards.json"])
     data = open_data(out, vocab_size=50304)
-    assert data.splits["train"][0].path == source / "fineweb_train_000001.bin"
-    assert verify(out) == []
+    assert (data.splits["train"][0].path, verify(out)) == (source / "fineweb_train_000001.bin", [])
     # Where the files lie is no property of the data.
     os.rename(source, tmp_path / "moved")
     with pytest.raises(DataError, match=r'mounted, which does not exist; .*correct "folder"'):
@@ -509,8 +507,7 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere, mo
     out = tmp_path / "out" if elsewhere else None
     import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), out)
     data = open_data(out or folder, vocab_size=384)
-    assert data.tokenizer == tokenizer
-    assert data.end_of_text.id == tokenizer.end_of_text
+    assert (data.tokenizer, data.end_of_text.id) == (tokenizer, tokenizer.end_of_text)
     facts = measure(out or folder)["val"]
     assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
     assert len(facts.lengths) == len(TEXT)

@@ -100,8 +100,7 @@ def test_ggufs_reader_finds_every_value_and_the_tokenizer(folder, tmp_path, dtyp
             bound = np.abs(rows).max(axis=1, keepdims=True) * (step * 1.01 + 2**-10)
             assert (np.abs(back - rows) <= bound).all(), name
     assert answer["parameters"] == sum(values.size for values in expected.values())
-    assert answer["dtype"] == dtype
-    assert (answer["max_abs_diff"] == 0) == (dtype == "float32")
+    assert (answer["dtype"], answer["max_abs_diff"] == 0) == (dtype, dtype == "float32")
     assert answer["max_abs_diff"] < 0.1 * answer["max_abs_logit"]
 
     def value(key: str) -> Any:
@@ -227,8 +226,7 @@ def test_llama_cpp_generates_our_greedy_text(folder, tmp_path, kind, capfd):
     text = "The quick fox's  naïve café, 你好 🙂\n\n\tdef f(x): return 12345 <|endoftext|>"
     ids = tokenizer.encode(text)
     assert llama.tokenize(text.encode(), add_bos=False, special=False) == ids
-    assert llama.detokenize(ids).decode() == text
-    assert llama.token_eos() == tokenizer.end_of_text
+    assert (llama.detokenize(ids).decode(), llama.token_eos()) == (text, tokenizer.end_of_text)
     prompt = ids[:9]
     generators = [torch.Generator()]
     how = {"generators": generators, "end_of_text": -1, "temperature": 0}

@@ -40,8 +40,7 @@ def test_a_mirrored_run_is_fetched_without_a_word_on_standard_output(tmp_path, c
 
     monkeypatch.setattr(Mirror, "fetch", watched)
     Cluster(Ended()).start(run, {"OMP_NUM_THREADS": "1"}).communicate()
-    assert during == [before]
-    assert [info.step for info in list_checkpoints(run.folder)[0]] == [2]
+    assert (during, [info.step for info in list_checkpoints(run.folder)[0]]) == ([before], [2])
     assert (run.folder / "log.txt").read_text() == "step 2\n"
     said = capsys.readouterr()
     assert said.out == ""

@@ -125,8 +125,7 @@ def test_real_runs_stop_when_they_are_decided(tiny_data, tmp_path, started, caps
     assert ablate.main([*words, "--max_seeds=4"]) == 0  # the budget is spent
     assert len(started) == 12
     assert "The budget was spent before windows could be decided" in capsys.readouterr().out
-    assert ablate.main([*words, "--json"]) == 0
-    assert started[12:] == ["base_seed5", "windows_seed5"]
+    assert (ablate.main([*words, "--json"]), started[12:]) == (0, ["base_seed5", "windows_seed5"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found == json.loads((tmp_path / "out" / "ablation.json").read_text())
     cold, windows = found["comparisons"]

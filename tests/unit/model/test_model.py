@@ -40,8 +40,7 @@ def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, 
     config = override(preset(name), {"vocab_size": 50257}).model
     with torch.device("meta"):
         model = GPT(config)
-    assert config.context_length == 1024
-    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert (config.context_length, sum(p.numel() for p in model.parameters())) == (1024, parameters)
     assert count_parameters(config) == parameters
 
 

@@ -64,14 +64,12 @@ def test_the_api_answers_as_the_command_does(a_run, tmp_path, capsys, flags):
     flags = {**flags, "checkpoint_dir": a_run.parent}
     report = tmp_path / "report.json"
     found = gpt2lab.estimate(**flags, report=str(report))
-    assert capsys.readouterr().out == ""
-    assert set(json.loads(report.read_text())) == set(found)
+    assert (capsys.readouterr().out, set(json.loads(report.read_text()))) == ("", set(found))
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     estimate_time.main([*words, "--json"])
     printed = json.loads(capsys.readouterr().out)
     kinds, theirs = ({n: type(value) for n, value in one.items()} for one in (found, printed))
-    assert kinds == theirs
-    assert found.get("comparison", {}) == printed.get("comparison", {})
+    assert (kinds, found.get("comparison", {})) == (theirs, printed.get("comparison", {}))
 
 
 def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
@@ -81,8 +79,7 @@ def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
     assert (answer.returncode, answer.stderr) == (0, "")
     found = json.loads(report.read_text())
     assert (found["schema"], found["actual"]) == ("gpt2-estimate/1", None)
-    assert found["max_training_hours"] == 12.0
-    assert found["estimate"]["verdict"] == "fits"
+    assert (found["max_training_hours"], found["estimate"]["verdict"]) == (12.0, "fits")
     assert found["estimate"]["fits_in_window"] is True
     assert {"batch_size", "gradient_accumulation_steps", "max_length"} <= set(found["profile"])
     assert found["model"]["parameters"] == 124_475_904

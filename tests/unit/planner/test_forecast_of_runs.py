@@ -110,8 +110,7 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(tiny_flags
 )
 def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed):
     command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
-    assert command.open_settings == {"mini_batch_size"}
-    assert command.config.batch.mini_batch_size == 8
+    assert (command.open_settings, command.config.batch.mini_batch_size) == ({"mini_batch_size"}, 8)
     assert not parse(["--mini_batch_size=4"]).open_settings
     assert "mini_batch_size" not in command.chosen
 
@@ -132,8 +131,7 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypat
         planner.memory = memory
         return planner.choose(request, start.config, plan, run_dir=folder)
 
-    assert choose(command, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
-    assert offered == [2e9]
+    assert (choose(command, [8e9, None, 2e9, 4e9]), offered) == ({"mini_batch_size": 2}, [2e9])
     system = start.config.system
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     quarter = TrainingPlanner().free_memory(system)
@@ -330,6 +328,5 @@ def test_ranks_that_share_what_one_holds_are_tried_together(monkeypatch):
 def test_a_real_trial_of_ranks_that_share_has_them_all(tmp_path):
     job = small_job(ranks=2, parallel="zero1")
     trial = measuring.run_trial(measuring.trial_job(job, 2), tmp_path, steps=4)
-    assert trial.config["parallel"] == "zero1"
-    assert trial.environment["world_size"] == 2
+    assert (trial.config["parallel"], trial.environment["world_size"]) == ("zero1", 2)
     assert trial.tokens_per_second

@@ -108,8 +108,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(run_dir, tmp_pat
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(SaveError, match="No space left"):
         plots.draw([curves.read_curves(run_dir)], picture, plots.View())
-    assert list(picture.parent.iterdir()) == [picture]
-    assert picture.read_bytes() == b"the one before"
+    assert (list(picture.parent.iterdir()), picture.read_bytes()) == ([picture], b"the one before")
 
 
 def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(run_dir, tmp_path):

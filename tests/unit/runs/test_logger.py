@@ -113,8 +113,7 @@ def test_current_follows_the_line_that_the_newest_weights_took():
     assert {n: kept["attempt"] for n, kept in current_events(events, "eval").items()} == {3: 3}
     log = log_of(events)
     attempts = dict(zip(log.numbers.tolist(), log.column("attempt").tolist(), strict=True))
-    assert attempts == {1: 1, 2: 1, 3: 3}
-    assert log.current("eval") == current_events(events, "eval")
+    assert (attempts, log.current("eval")) == ({1: 1, 2: 1, 3: 3}, current_events(events, "eval"))
     assert (log.last_attempt, log_of([]).last_attempt) == (3, 0)
 
 
@@ -133,8 +132,7 @@ def test_a_run_that_goes_on_has_not_ended_and_a_save_stops_training_for_its_stal
     # The speed of a run is that of its last start, without what compiles.
     rates = [(1, 900.0)] * 8 + [(2, rate) for rate in (1.0, 2.0, 50.0, 60.0, 70.0)]
     steps = [event("step", n, of, tokens_per_second=rate) for n, (of, rate) in enumerate(rates, 1)]
-    assert log_of(steps).typical_rate()[0] == 60.0
-    assert log_of(steps[:2]).typical_rate()[0] == 900.0
+    assert (log_of(steps).typical_rate()[0], log_of(steps[:2]).typical_rate()[0]) == (60.0, 900.0)
 
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])

@@ -83,8 +83,7 @@ def test_what_this_user_may_not_read_hides_no_run(run_dir, monkeypatch):
         os, "access", lambda path, mode: "lost+found" not in str(path) and real_access(path, mode)
     )
     assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
-    assert newest_run(runs) == run_dir
-    assert List(checkpoint_dir=runs).execute() == 0
+    assert (newest_run(runs), List(checkpoint_dir=runs).execute()) == (run_dir, 0)
     monkeypatch.undo()
     denied = PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
     monkeypatch.setattr(history, "open", Mock(side_effect=denied), raising=False)

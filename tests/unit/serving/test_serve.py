@@ -56,8 +56,7 @@ def test_a_completion_is_the_text_that_sample_draws(port, runs):
     words = (*flags, "--top_p=0.9", f"--checkpoint_dir={runs}", "--device=cpu")
     done = launch.call("sample.py", "tuned", *words)
     (choice,) = found["choices"]
-    assert f"Hello{choice['text']}\n" == done.stdout
-    assert choice["finish_reason"] == "length"
+    assert (f"Hello{choice['text']}\n", choice["finish_reason"]) == (done.stdout, "length")
     assert found["usage"] == {"prompt_tokens": 1, "completion_tokens": 12, "total_tokens": 13}
     ids = GPT2.encode("Hello")
     assert text(port, max_tokens=12, temperature=0.8, top_p=0.9, prompt=ids)["choices"] == [choice]

@@ -55,8 +55,7 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     plugin = written.summary_metadata["_hparams_/session_start_info"].plugin_data
     data = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
     settings = data.session_start_info.hparams
-    assert settings["n_embd"].number_value == 32
-    assert settings["dtype"].string_value == "fp32"
+    assert (settings["n_embd"].number_value, settings["dtype"].string_value) == (32, "fp32")
 
 
 def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path):

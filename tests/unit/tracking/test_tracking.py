@@ -198,8 +198,7 @@ def test_what_was_sent_before_a_resume_is_sent_again_only_from_its_step(recorder
     write_log(tmp_path, ("begin", 1, 0), ("step", 1, 1), ("step", 1, 2), ("step", 1, 3))
     sync(tmp_path)
     write_log(tmp_path, ("begin", 2, 1), ("step", 2, 2), ("step", 2, 3))
-    assert sync(tmp_path) == 2
-    assert [row.number for row in recorder.rows] == [0, 1, 2, 3, 4]
+    assert (sync(tmp_path), [row.number for row in recorder.rows]) == (2, [0, 1, 2, 3, 4])
     assert sent(recorder) == [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)]
 
 

@@ -201,9 +201,7 @@ def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_agai
     ("loss", "fault", "more", "best"),
     [(0.3, "checkpoint.before_rename:enospc@12", (), 8), (5.0, "", ("--val_tokens=64",), 12)],
 )
-def test_a_rewind_keeps_a_best_of_the_same_windows(
-    loss, fault, more, best, run, spoil, monkeypatch
-):
+def test_a_rewind_keeps_a_best_of_its_windows(loss, fault, more, best, run, spoil, monkeypatch):
     plain, losses = TrainState.with_val_loss, {8: 0.5, 10: 0.4}
     monkeypatch.setattr(
         TrainState, "with_val_loss", lambda self, _: plain(self, losses.get(self.step, 6.0))

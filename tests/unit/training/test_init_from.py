@@ -121,8 +121,7 @@ def test_auto_begins_from_the_source_once_and_a_resume_has_no_other_beginning(fo
     more = (f"--init_from={folder / 'hf'}", "--resume=auto")
     run = train(folder, tmp_path, "new", *more, "--stop_after_steps=2", batch=96)
     train(folder, tmp_path, "new", *more, batch=96)
-    assert list(launch.steps(run)) == [1, 2, 3, 4]
-    assert len(launch.events(run, "resume")) == 1
+    assert (list(launch.steps(run)), len(launch.events(run, "resume"))) == ([1, 2, 3, 4], 1)
 
 
 def test_a_shorter_context_keeps_the_first_positions(folder, tmp_path):
@@ -183,8 +182,7 @@ def test_the_hub_is_asked_for_hf_names_and_the_shapes_preset_is_used(folder, tmp
     words = flags(folder, tmp_path / "runs", "new")[:-1]  # without its --max_lr
     words += ["--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"]
     start = resolved(words)
-    assert asked == ["gpt2-medium"]
-    assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
+    assert (asked, start.config.optim.max_lr) == (["gpt2-medium"], PRESETS["gpt2-medium"]["max_lr"])
     expected = preset("gpt2-medium").model
     assert start.config.model == type(expected)(**{**vars(expected), "context_length": 512})
 

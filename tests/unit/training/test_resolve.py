@@ -41,8 +41,7 @@ def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(tiny_
     assert (warmup_of(epochs), warmup_of(file)) == (9, 9)
     assert warmup_of(file, "--max_steps=40") == 4
     assert (warmup_of(epochs), warmup_of(file, "--num_epochs=1")) == (9, 4)
-    assert warmup_of(epochs, "--warmup_steps=7") == 7
-    assert warmup_of(file, "--max_steps=40") == 7
+    assert (warmup_of(epochs, "--warmup_steps=7"), warmup_of(file, "--max_steps=40")) == (7, 7)
     # How long an earlier version's run of epochs was only its data tell: its warm-up stays.
     assert warmup_of(epochs) == 9
     settings = json.loads((tmp_path / "config.json").read_text())
