@@ -145,6 +145,7 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     ("head", "row", "says"),
     [
         ("text,id,text", "an old text,1,a new text", "two columns text; rename one of them"),
+        ("text,id", "a text, with a comma,1", "row 42: more fields than the first row has names"),
         ("text,id", '"a quote that nothing ends,2', r"not readable after row 41 \("),
         ("text,id", '"he said "no" again",2', r"not readable after row 41 \("),
     ],
@@ -153,7 +154,7 @@ def test_a_csv_that_could_be_read_in_two_ways_is_an_error(head, row, says, tmp_p
     """Read leniently, the first quote swallows all rows below it, and the second loses one of four."""
     lines = [head, *(f"text number {i},{i}" for i in range(40)), row, "the last,3", ""]
     (tmp_path / "corpus.csv").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=rf"corpus.csv: {says}"):
+    with pytest.raises(DataError, match=rf"corpus.csv:? {says}"):
         run_prepare(tmp_path / "corpus.csv", tmp_path / "out")
 
 

@@ -32,6 +32,7 @@ class File:
     size: int
     url: str  # a path of this machine, or hf://...
     kind: str
+    pieces: int | None = None  # that it can be divided into, row groups; None: any number
 
     @property
     def packing(self) -> str | None:
@@ -90,6 +91,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Fil
     shares: list[Share] = []
     for file in files:
         count = max(1, -(-file.size // max(1, largest))) if file.divides else 1
+        count = min(count, file.pieces or count)
         shares += [Share(file, number, count) for number in range(count)]
     if shuffle:
         shares.sort(key=lambda s: hash_of(f"{s.file.name} {s.number}"))

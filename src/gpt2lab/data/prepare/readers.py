@@ -260,6 +260,9 @@ def _read_csv(share: Share, text_column: str) -> Stream:
                 return
             for number, row in enumerate(rows, start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
+                if None in row:  # DictReader's key of fields beyond the names
+                    problem = "more fields than the first row has names; quote fields with commas"
+                    document = BadRecordsError(f"{name} row {number}: {problem}")
                 if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
                     document = BadRecordsError(f"{document.where}: not UTF-8")
                 yield document
@@ -292,6 +295,9 @@ def _read_parquet(share: Share, text_column: str) -> Stream:
         if text_column not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
             yield BadRecordsError(f"{name}: no column {text_column!r}; it has {names}")
+            return
+        if file.schema_arrow.names.count(text_column) > 1:
+            yield BadRecordsError(f"{name}: two columns {text_column}; rename one of them")
             return
         if not _is_text(file.schema_arrow.field(text_column).type):
             kind = file.schema_arrow.field(text_column).type
@@ -428,6 +434,17 @@ def _text_per_byte_of_csv(share: Share, text_column: str) -> float:
                     break
         stored = raw.tell() if share.file.packing else read
     return text / stored if text else 1.0
+
+
+def row_groups(file: File) -> int | None:
+    """Count the row groups of a Parquet file of this machine; None if it cannot be read."""
+    import pyarrow.parquet as pq
+
+    try:
+        with _open_raw(Share(file)) as raw, pq.ParquetFile(raw) as opened:
+            return int(opened.num_row_groups)
+    except _damage(Share(file)):
+        return None
 
 
 def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from gpt2lab import fmt
 from gpt2lab.data.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, hash_of, kind_of
-from gpt2lab.data.prepare.readers import text_per_byte
+from gpt2lab.data.prepare.readers import row_groups, text_per_byte
 from gpt2lab.errors import DataError
 from gpt2lab.paths import expand_user
 
@@ -233,7 +233,8 @@ def _local(path: Path, text_column: str) -> TextSource:
         if not file.is_file():
             raise DataError(f"{file}: not a file (a dangling link?)")
         name = file.relative_to(root).as_posix()
-        files.append(File(name, file.stat().st_size, str(file.absolute()), kind))
+        one = File(name, file.stat().st_size, str(file.absolute()), kind)
+        files.append(replace(one, pieces=row_groups(one)) if kind == "parquet" else one)
     name = _plain(path.resolve().name.split(".")[0])
     counted = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
     counted += _TOKEN_FILES * any(suffix in others for suffix in (".bin", ".npy"))

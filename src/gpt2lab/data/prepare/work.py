@@ -86,7 +86,8 @@ def run_task(
     final = staging / task.folder
     if final.is_dir():
         finished = read_finished(final)
-        if not task.changed_files(finished):
+        is_allowed = task.skip_bad or not finished.facts["bad"]
+        if is_allowed and not task.changed_files(finished):
             return finished
         shutil.rmtree(final)
     # A unique name: on a cluster a task that is believed dead may still be running.
