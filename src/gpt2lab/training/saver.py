@@ -58,12 +58,16 @@ class Saver:
         self.runtime = components.runtime
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
-        on_gpu = self.runtime.device.type == "cuda"
-        self.is_async = saves_in_background(self.settings, on_gpu=on_gpu)
+        self.is_async = saves_in_background(
+            self.settings, on_gpu=self.runtime.device.type == "cuda"
+        )
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
-        self._has_lost_best = False  # the save of the best weights failed
+        begun = start.branch or (start.checkpoint and start.checkpoint.manifest.get("branch_from"))
+        is_own = (components.state.best_step or 0) > (begun["step"] if begun else 0)
+        # The save of the best weights failed, or somebody deleted them.
+        self._has_lost_best = is_own and "best" not in catalog.read_labels(self.run_dir)
         # Seconds of the longest save by a thread, and of the last one that training waited for to its end; until one
         # has ended, those of the last start's.
         self._longest = self._waited = start.last_save_seconds
