@@ -123,11 +123,13 @@ def test_other_conversations_are_rejected_on_resume(folder, tmp_path):
     pairs.write_text(spaced)
     moved = shutil.move(pairs, tmp_path / "moved.jsonl")
     finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
+    packing = ("--packing=off", "--allow_change=packing", "--stop_after_steps=4")
+    finetune([*flags, "--resume=latest", *packing])
     moved.write_text(spaced.replace("And?", "Then?"))
     with pytest.raises(ConfigError, match=r"data .*allow_change data"):
         finetune([*flags, "--resume=latest"])
-    with pytest.raises(ConfigError, match=r"packing on -> off"):
-        finetune([*flags, "--resume=latest", "--packing=off"])
+    with pytest.raises(ConfigError, match=r"packing off -> on"):
+        finetune([*flags, "--resume=latest", "--packing=on"])
 
 
 def test_each_program_continues_its_own_runs(folder, tmp_path):

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
@@ -93,8 +95,8 @@ class Rm(AmongRuns):
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir, sure=self.yes)
         for folder in folders:
-            inner = {path.parent for path in folder.rglob("config.json")} - {folder}
-            if inner := set(filter(_is_run, inner)):
+            files = (path for name in ("config.json", METRICS) for path in folder.rglob(name))
+            if inner := set(filter(_is_run, {path.parent for path in files} - {folder})):
                 raise ConfigError(f"{folder}: holds the run {min(inner)}; move it away first")
         return _act(folders, "delete", delete, sure=self.yes)
 
@@ -268,11 +270,24 @@ def verify_log(run_dir: Path) -> tuple[list[str], int, int]:
                 damaged.append(f"{path} line {number:,}: {error}")
     if not damaged:
         log, (saved, _) = history.open_log(run_dir), catalog.list_checkpoints(run_dir)
-        damaged = [f"{path}: {gap}" for gap in log.missing_steps()]
+        damaged = [f"{path}: {gap}" for gap in _missing_steps(log)]
         last = max([0, *log.numbers.tolist(), *(event["step"] for event in log.events)])
         if saved and saved[-1].step > last and saved[-1].kind != "average":  # it trained nothing
             damaged.append(f"{path}: no line after step {last:,}; step {saved[-1].step:,} is saved")
     return damaged, number, checked
+
+
+def _missing_steps(log: history.Log) -> list[str]:
+    """Name the steps that were logged before later ones and that are not there, such as deleted lines."""
+    steps, before = log.steps.astype(int), np.roll(log.steps, 1).astype(int)
+    for row in np.flatnonzero(np.diff(log.attempts, prepend=0)).tolist():
+        begin = log.begin_of(int(log.attempts[row]))
+        first = begin["step"] if begin else steps[row] - 1
+        before[row] = min(first, steps[:row].max()) if row else first
+    return [
+        f"no steps {before[row] + 1:,} to {steps[row] - 1:,} before step {steps[row]:,} of start {log.attempts[row]}"
+        for row in np.flatnonzero(steps > before + 1).tolist()
+    ]
 
 
 def delete(folder: Path) -> None:

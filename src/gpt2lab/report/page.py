@@ -231,12 +231,12 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
         of = [event for event in log.events if event["attempt"] == begin["attempt"]]
         resume = next((event for event in of if event["event"] == "resume"), {})
         ends = [event for event in of if event["event"] in ("stop", "done")]
-        to_step = log.farthest_step(begin["attempt"])
+        taken = log.steps[log.attempts == begin["attempt"]]
         starts.append(
             {
                 **begin,
                 "resume": resume,
-                "to_step": begin["step"] if to_step is None else to_step,
+                "to_step": int(taken.max(initial=begin["step"])),
                 "end": ends[-1]["reason"] if ends else "no end recorded",
             }
         )

@@ -41,7 +41,11 @@ from gpt2lab.tokenizers.opening import of_record
 
 WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
-DECIDES_VALIDATION = {"data", "val_tokens"}  # changed on a resume: other windows are measured
+DECIDES_VALIDATION = {
+    "data",
+    "val_tokens",
+    "val_fraction",
+}  # changed on a resume: other windows are measured
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
 
 # A step in memory: where its line begins in the log, and its numbers.
@@ -131,8 +135,9 @@ class Log:
         self._damaged: list[str] = []  # the first lines that are, and what is wrong with them
         self._num_damaged = 0
         self._table = np.frombuffer(self._read(), _ROW)
-        self._attempts, self._steps = self._of_all("attempt"), self._of_all("step")
-        self.numbers, self._current = self._follow(self._steps)
+        # Of all steps that were logged, in order.
+        self.attempts, self.steps = self._of_all("attempt"), self._of_all("step")
+        self.numbers, self._current = self._follow(self.steps)
 
     def _read(self) -> bytearray:
         """Return the rows of all steps; keep the other events, and name damaged lines."""
@@ -173,21 +178,8 @@ class Log:
             f"is damaged; left out, gpt2lab runs repair-log {run} removes it"
         )
 
-    def missing_steps(self) -> list[str]:
-        """Name the steps that were logged before later ones and that are not there, such as deleted lines."""
-        steps, before = self._steps.astype(int), np.roll(self._steps, 1).astype(int)
-        for row in np.flatnonzero(np.diff(self._attempts, prepend=0)).tolist():
-            begin = self.begin_of(int(self._attempts[row]))
-            first = begin["step"] if begin else steps[row] - 1
-            before[row] = min(first, steps[:row].max()) if row else first
-        return [
-            f"no steps {before[row] + 1:,} to {steps[row] - 1:,} before step {steps[row]:,} "
-            f"of start {self._attempts[row]}"
-            for row in np.flatnonzero(steps > before + 1).tolist()
-        ]
-
     def __bool__(self) -> bool:
-        return bool(self.events) or len(self._steps) > 0
+        return bool(self.events) or len(self.steps) > 0
 
     @property
     def last_begin(self) -> Event | None:
@@ -244,7 +236,7 @@ class Log:
 
     def last_start(self, name: str) -> np.ndarray:
         """Return a field of all steps of the last start, in order."""
-        return self._of_all(name)[self._attempts == self.last_attempt]
+        return self._of_all(name)[self.attempts == self.last_attempt]
 
     def typical_rate(self) -> tuple[float | None, str]:
         """Return the median tokens/s of the last start's steps without its first two, and what it is of.
@@ -257,11 +249,6 @@ class Log:
         of = "median step" + (" of the last start" if self.last_attempt > 1 else "")
         return (float(np.median(rates)), of) if len(rates) else (None, of)
 
-    def farthest_step(self, attempt: int) -> int | None:
-        """Return the highest step that a start trained, None if it trained none."""
-        taken = self._steps[self._attempts == attempt]
-        return int(taken.max()) if len(taken) else None
-
     def peak_memory(self) -> int | None:
         """Return the peak memory of all steps that were ever logged, in bytes; None before the first."""
         known = self._of_all("peak_memory_bytes")
@@ -271,7 +258,7 @@ class Log:
     @functools.cached_property
     def last_attempt(self) -> int:
         """The number of starts that the run has had."""
-        of_steps = int(self._attempts.max()) if len(self._attempts) else 0
+        of_steps = int(self.attempts.max()) if len(self.attempts) else 0
         return max([of_steps, *(event["attempt"] for event in self.events)])
 
     def step(self, number: int) -> Event | None:
@@ -315,7 +302,7 @@ class Log:
             file.seek(int(self._table["place"][row]))
             event = parse_line(file.readline())
             found = event["event"], event["attempt"], event["step"]
-            if found == ("step", self._attempts[row], self._steps[row]):
+            if found == ("step", self.attempts[row], self.steps[row]):
                 return event
         raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
@@ -325,7 +312,7 @@ class Log:
 
     def spent_seconds(self) -> float:
         """Return the seconds that all starts took together, without the pauses between them."""
-        last_rows = dict(zip(self._attempts.tolist(), range(len(self._attempts)), strict=True))
+        last_rows = dict(zip(self.attempts.tolist(), range(len(self.attempts)), strict=True))
         spent: dict[int, float] = {}
         for attempt, row in last_rows.items():
             # elapsed_seconds counts from the beginning of the start.
@@ -339,7 +326,7 @@ class Log:
 
     def seconds_before_first_step(self) -> float:
         """Return the seconds of the events of the last start before its first step."""
-        rows = np.flatnonzero(self._attempts == self.last_attempt)
+        rows = np.flatnonzero(self.attempts == self.last_attempt)
         return sum(
             event.get("seconds") or 0.0
             for row, event in zip(self._rows, self.events, strict=True)

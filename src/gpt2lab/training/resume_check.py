@@ -33,7 +33,8 @@ from gpt2lab.training.start import Start
 
 # A change of one of these means other batches on purpose.
 _DECIDES_BATCHES = {
-    *("data", "data_weights_at", "total_batch_size", "context_length", "shuffle", "seed")
+    *("data", "data_weights_at", "total_batch_size", "context_length", "shuffle", "seed"),
+    *("packing", "val_fraction"),  # of conversations
 }
 _ROUNDING = 1e-13  # of a rate: another system's cosine may end in another bit
 
