@@ -137,7 +137,7 @@ def _turns(record: Any) -> tuple[Turn, ...]:
     has = {key for key, value in record.items() if value is not None}
     if has >= {"chosen", "rejected"}:
         raise ValueError("preference data; training on preferences is not implemented")
-    if record.get("tools"):
+    if record.get("tools") or record.get("functions"):
         raise ValueError(_TOOLS)
     if "messages" in has:
         turns = _of_messages(record["messages"], "messages")
@@ -167,10 +167,8 @@ def _of_messages(messages: Any, key: str) -> list[Turn]:
         role = str(one.get(who))
         if role in _OF_TOOLS or one.get("tool_calls") or one.get("function_call"):
             raise ValueError(_TOOLS)
-        if one.get("weight", 1) == 0:
-            raise ValueError(
-                'an answer of "weight" 0; leaving out single answers is not implemented'
-            )
+        if one.get("weight") not in (None, 1):
+            raise ValueError('a "weight" other than 1; weighing single answers is not implemented')
         turns.append(Turn(_ROLES[who].get(role, role), _text(one, what)))
     return turns
 
@@ -180,7 +178,7 @@ def _of_alpaca(record: dict[str, Any]) -> list[Turn]:
         raise ValueError('"history" is not supported; write the conversation as "messages"')
     asked = _text(record, "instruction")
     if record.get("input"):
-        asked += f"\n\n{_text(record, 'input')}"
+        asked = f"{asked}\n\n{_text(record, 'input')}".strip()
     return [Turn("user", asked), Turn("assistant", _text(record, "output"))]
 
 

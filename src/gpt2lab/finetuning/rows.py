@@ -110,7 +110,8 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     for split, part in parts.items():
         if not part:
             raise DataError(
-                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more conversations"
+                f"{source}: of {len(kept)} usable conversations ({len({one.digest for one in kept})} different) none "
+                f"is left for {split}; give more conversations, or another --val_fraction"
                 + "".join(f"; {warning}" for warning in warnings)
             )
     rows = {
@@ -138,7 +139,11 @@ def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: s
 
     Raises: DataError if the conversations have changed since; ConfigError.
     """
-    data = open_instructions(config, tokenizer)
+    try:
+        data = open_instructions(config, tokenizer)
+    except DataError as error:
+        problem = str(error).partition("; --instructions")[0]
+        raise DataError(f"held-out conversations: {problem}; restore the file") from error
     if data.fingerprint != fingerprint:
         raise DataError(
             f"{config.tuning.instructions}: not the conversations that the run trained on (fingerprint "

@@ -246,7 +246,9 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path):
     assert long.startswith("2 of 8 conversations are longer than the context of 64 tokens")
     assert re.search(rf"first {path}:7 has \d+$", long)
     path.write_text("\n".join(map(json.dumps, lines[5:])))
-    with pytest.raises(DataError, match="of 0 usable conversations none is left for train"):
+    with pytest.raises(
+        DataError, match=r"of 0 usable conversations \(0 different\) none is left for train"
+    ):
         open_instructions(override(Config(), settings), GPT2)
     path.write_text("\n\n")
     with pytest.raises(DataError, match=r"holds no conversations; a line holds \"messages\""):

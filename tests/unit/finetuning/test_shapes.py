@@ -52,7 +52,7 @@ def shapes(texts: list[str], system: str) -> list[dict[str, Any]]:
     if len(texts) == 2:
         question, answer = texts
         found += [
-            {"instruction": question, "input": "", "output": answer, **beside},
+            {"instruction": question, "input": " ", "output": answer, **beside},
             {"instruction": question, "output": answer, **beside},
             {"prompt": question, "completion": answer, **beside},
         ]
