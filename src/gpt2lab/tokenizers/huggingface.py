@@ -223,6 +223,9 @@ def _encoder_of_text(content: bytes) -> Encoder:
     model, added = values["model"], values.get("added_tokens") or []
     # What is unknown stays: a text that holds its name holds an unknown word.
     special = {one["content"] for one in added if one.get("special")} - {model.get("unk_token")}
+    for merge in model.get("merges") or ():  # which a renamed piece would be missing from
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        special -= {*parts, "".join(parts)}
     is_of_pieces = model.get("type") in ("Unigram", "WordLevel", "WordPiece")
     if not special or not (is_of_pieces or model.get("ignore_merges")):
         return _encoder(content)
@@ -360,7 +363,8 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
     if "ByteLevel" in _kinds(values, "decoder") | _kinds(values, "pre_tokenizer"):
         alphabet = set(byte_alphabet())
         for id, token in by_id.items():
-            is_coded = id not in added and alphabet.issuperset(token)  # an added token is text
+            is_word = id not in added or token in values["model"]["vocab"]  # else the text itself
+            is_coded = is_word and alphabet.issuperset(token)
             lengths[id] = len(token) if is_coded else len(token.encode())
         return lengths
     encoder = _encoder(content)
