@@ -280,7 +280,8 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
         if getattr(flags, name) < 1:
             raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
     for name in ("model", "dtype", "peer", "variant"):
-        if len(set(words := getattr(flags, name))) < len(words):
+        words = getattr(flags, name)
+        if len({word.partition("=")[0] for word in words}) < len(words):
             raise ConfigError(f"--{name} {' '.join(words)}: names one twice")
     if flags.total_seconds is not None and flags.total_seconds <= 0:
         raise ConfigError(f"--total_seconds {flags.total_seconds:g} must be above 0")

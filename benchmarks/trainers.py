@@ -192,7 +192,9 @@ def _compare_at(
             peak={
                 # Beside a busy program the higher one may be measured too low.
                 "fp32": best.register_fp32 and max(best.register_fp32, best.matmul_fp32),
-                "bf16": best.register_bf16 or peak_flops(best.device_name),
+                "bf16": max(best.register_bf16, best.matmul_bf16 or 0.0)
+                if best.register_bf16
+                else peak_flops(best.device_name),
             },
         )
         say(race.describe(rows, best.device_name))

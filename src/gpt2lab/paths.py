@@ -62,16 +62,17 @@ def command_words(verb: str, processes: int = 1, *, anywhere: bool = False) -> l
     by_module = called.parts[-2:] == ("gpt2lab", "__main__.py")
     by_script = called.suffix == ".py" and called.name != "__main__.py"
     gpus = ["--gpus", str(processes)] * (processes > 1)
+    # For an environment without the package; bash alone takes no quoted assignment.
+    source = ["env", f"PYTHONPATH={show(Path(__file__).resolve().parents[1])}"]
     if verb in ("train", "finetune") and (by_script or not (is_installed or by_module)):
         launcher = [call("python")]
         if processes > 1 and "RANK" in os.environ and LAUNCHED not in os.environ:
             launcher, gpus = [call("torchrun"), f"--nproc_per_node={processes}"], []
-        return [*launcher, *(show(Path(word)) for word in trainer(verb)), *gpus]
+        found = [] if IS_CHECKOUT or is_installed else source
+        return [*found, *launcher, *(show(Path(word)) for word in trainer(verb)), *gpus]
     if by_module or not is_installed:
-        # Without the package in the environment, Python finds it where this program did.
         is_found = is_installed or (by_module and not anywhere)
-        source = f"PYTHONPATH={show(Path(__file__).resolve().parents[1])}"
-        found = [] if is_found else ["env", source]  # bash alone takes no quoted assignment
+        found = [] if is_found else source
         return [*found, call("python"), "-m", "gpt2lab", *verb.split(), *gpus]
     return [call("gpt2lab"), *verb.split(), *gpus]
 

@@ -119,6 +119,8 @@ class TrainState:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
+        # An earlier version did not write it: without a best one, there was perhaps a change.
+        fields.setdefault("best_from", 0 if fields.get("best_step") else fields["step"])
         return TrainState(**fields)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.config.request import RunRequest
+from gpt2lab.config.request import RunRequest, describe_change
 from gpt2lab.config.settings import to_flat
 from gpt2lab.distributed.processor import FP16_ON_CPU
 from gpt2lab.errors import printable
@@ -69,7 +69,10 @@ def _as_json(start: Start, need: MemoryNeed, found: Estimate | None) -> dict[str
         "run_dir": str(start.run_dir),
         "parameters": plan.parameters,
         "flops_per_token": plan.flops_per_token,
-        **plan.batch.to_dict(),
+        "tokens_per_step": plan.batch.tokens,
+        "mini_batch_size": plan.batch.micro_batch,
+        "accumulation": plan.batch.accumulation,
+        "world_size": plan.batch.world_size,
         "max_steps": plan.max_steps,
         "tokens": start.tokens,
         "epochs": start.epochs,
@@ -114,8 +117,8 @@ def _rows(start: Start, need: MemoryNeed, found: Estimate | None) -> Iterator[tu
         yield "resumes from", f"step {step}{of} ({left})"
     if newer := _newer(start):
         yield "sets aside", f"{', '.join(newer)}: newer than the step to resume from"
-    for name, (before, now) in start.changes.items():
-        yield "changed", f"{name}: {before} -> {now}"
+    for name, change in start.changes.items():
+        yield "changed", f"{name}: {describe_change(name, change)}"
     yield from (("warning", warning) for warning in _warnings(start))
     if isinstance(start.data, InstructionData):
         yield "example", "the first conversation, trained on between >>> and <<<"

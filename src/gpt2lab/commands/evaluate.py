@@ -237,7 +237,7 @@ def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
     if save is not None:
         for name, results in found.items.items():
             with system_errors_as(SaveError, save / name, fix="choose another --save"):
-                of = str(subject.target.folder)
+                of = str(subject.target.folder.resolve())
                 write_results(save / name, replace(results, step=subject.step, target=of))
     kept, folder = found.token_losses, save
     if kept is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from gpt2lab import fmt, paths
 from gpt2lab.commands.parser import AmongRuns, parse_flags
 from gpt2lab.config.flags import RUN, argument, option
+from gpt2lab.config.request import describe_change
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs.console import say
@@ -82,8 +83,8 @@ def main(argv: list[str]) -> int:
         print(write_array(flags, trainer_flags))
         return 0
     start, job = plan_continuation(flags, trainer_flags)
-    for name, (before, now) in start.changes.items():
-        say(f"changed: {name} {before} -> {now}")
+    for name, change in start.changes.items():
+        say(f"changed: {name} {describe_change(name, change)}")
     if start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
         say(f"note: the run is complete; {hint}")

@@ -78,11 +78,6 @@ class BatchPlan:
         """Target tokens of one optimizer step."""
         return self.samples * self.context_length
 
-    def to_dict(self) -> dict[str, int]:
-        """Return the plan in the words of the settings, for a JSON object."""
-        parts = {"mini_batch_size": self.micro_batch, "accumulation": self.accumulation}
-        return {"tokens_per_step": self.tokens, **parts, "world_size": self.world_size}
-
     def __str__(self) -> str:
         return (
             f"{self.tokens:,} = B {self.micro_batch} x T {self.context_length} "

@@ -208,8 +208,8 @@ def reject_changes(
     guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]
 
     def show(names: list[str]) -> str:
-        if "data" in names and "data_dir" in changes:  # fingerprints do not say what was mistyped
-            names = [*names, "data_dir"]
+        if "data" in names:  # fingerprints do not say what was mistyped
+            names = [*names, *({"data_dir", "instructions"} & changes.keys())]
         return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
 
     recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]

@@ -42,7 +42,9 @@ def resolve_compile(
         return False, None
     missing = missing_for_compile(device)
     if missing and system.compile == "on":
-        raise ConfigError(f"compile on: {missing}; install it or use --compile off")
+        raise ConfigError(
+            f"compile on: {missing}; install it or use --compile off (with dropout also --allow_change compile)"
+        )
     if missing:
         return False, f"not compiling: {missing}; training is only slower"
     return True, None
