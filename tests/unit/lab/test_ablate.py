@@ -32,7 +32,7 @@ FALLING = Curve((0, 200, 300), (0.0, 2.0, 3.0), (6.0, 4.0, 3.5))
 
 
 def plan_runs(
-    settings: dict[str, list[str]], shared: list[str], *, seeds: tuple[int, ...], out: Path
+    settings: dict[str, list[str]], shared: list[str], seeds: tuple[int, ...], *, out: Path
 ) -> list[SeedRun]:
     return ablation.Ablation(read_requests(settings, shared), out)._plan(seeds)
 
@@ -185,8 +185,7 @@ def test_a_job_array_trains_what_an_ablation_has_left(shared, started, tmp_path,
     with pytest.raises(ConfigError, match="was started once"):
         resume_command.main(words)
     run_all(runs[:1])
-    early = {"b": ["--stop_after_steps=3"]}
-    plan_runs(early, shared, seeds=(1,), out=tmp_path)[0].write_settings()
+    plan_runs({"b": ["--stop_after_steps=3"]}, shared, (1,), out=tmp_path)[0].write_settings()
     with pytest.raises(ConfigError, match="b_seed1 stops early"):
         resume_command.main(words)
     runs[1].write_settings()

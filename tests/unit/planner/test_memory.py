@@ -212,7 +212,7 @@ def test_each_of_two_processes_holds_what_is_predicted_to_five_percent():
     take several runs to show it, most beside busy programs.
     """
     missed: list[str] = []
-    for _ in range(24):
+    for _ in range(60):
         done = launch.train_in_forks(missed, world=2, program=launch.WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
