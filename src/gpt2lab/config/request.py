@@ -212,7 +212,8 @@ def reject_changes(
             names = [*names, *({"data_dir", "instructions"} & changes.keys())]
         return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
 
-    recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
+    counts = ("total_batch_size", "data", "packing", "val_fraction")
+    recounted = [name for name in counts if name in changes]
     if recounted and config.length.max_steps is None:
         raise ConfigError(
             f"run {run}: with {show(recounted)} a length in epochs or tokens means another number of steps; "

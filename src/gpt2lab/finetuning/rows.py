@@ -18,7 +18,7 @@ from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.data.shards import Shard, TokenData
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.finetuning.conversations import Conversation, read_conversations
+from gpt2lab.finetuning.conversations import DEMO, HUB, Conversation, read_conversations
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -139,11 +139,12 @@ def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: s
 
     Raises: DataError if the conversations have changed since; ConfigError.
     """
-    try:
-        data = open_instructions(config, tokenizer)
-    except DataError as error:
-        problem = str(error).partition("; --instructions")[0]
-        raise DataError(f"held-out conversations: {problem}; restore the file") from error
+    source = config.tuning.instructions or ""
+    if source != DEMO and not source.startswith(HUB) and not Path(source).is_file():
+        raise DataError(
+            f"{source}: not there, so the conversations held out are unknown; restore it"
+        )
+    data = open_instructions(config, tokenizer)
     if data.fingerprint != fingerprint:
         raise DataError(
             f"{config.tuning.instructions}: not the conversations that the run trained on (fingerprint "

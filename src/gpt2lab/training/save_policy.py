@@ -66,9 +66,9 @@ class SavePolicy:
         """Compare later losses with the best checkpoint that is on disk, if the save of a better one failed."""
         if self.state.best_step in (None, self.state.step):
             return
-        found = self.runtime.on_rank_zero(self.saver.best_left)
+        found = self.runtime.on_rank_zero(lambda: self.saver.best_left(self.state.best_from))
         if found is not None:
-            step, loss = found if (found[0] or 0) > self.state.best_from else (None, None)
+            step, loss = found
             self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)
 
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:

@@ -66,7 +66,7 @@ class Saver:
         self._is_on_disk = True  # the newest save that has ended
         begun = start.branch or (start.checkpoint and start.checkpoint.manifest.get("branch_from"))
         is_own = (components.state.best_step or 0) > (begun["step"] if begun else 0)
-        # The save of the best weights failed, or somebody deleted them.
+        # The save of the best weights failed, or `runs rm` deleted them.
         self._has_lost_best = is_own and "best" not in catalog.read_labels(self.run_dir)
         # Seconds of the longest save by a thread, and of the last one that training waited for to its end; until one
         # has ended, those of the last start's.
@@ -295,7 +295,7 @@ class Saver:
             for problem in self._set_labels(step, labels):
                 self.logger.warn(problem, step)
 
-    def best_left(self) -> tuple[int, float | None] | tuple[None, None] | None:
+    def best_left(self, since: int) -> tuple[int, float | None] | tuple[None, None] | None:
         """Return the step and the loss of the best checkpoint on disk if the save of a better one failed, else None.
 
         Waits for such a save in flight. On rank 0.
@@ -307,8 +307,11 @@ class Saver:
             return None
         self._has_lost_best = False
         infos, _ = catalog.list_checkpoints(self.run_dir)
-        found = ((info.step, info.val_loss) for info in infos if "best" in info.labels)
-        return next(found, (None, None))
+        of_data = (info for info in infos if info.step > since and info.val_loss is not None)
+        if (best := min(of_data, key=lambda one: one.val_loss or 0.0, default=None)) is None:
+            return None, None
+        self.label(best.step, ["best"])
+        return best.step, best.val_loss
 
     def require_labels(self, step: int, labels: list[str]) -> None:
         """Point labels at the last step: without them a run is not complete.

@@ -260,7 +260,7 @@ def _read_csv(share: Share, text_column: str) -> Stream:
                 return
             for number, row in enumerate(rows, start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
-                if None in row:  # DictReader's key of fields beyond the names
+                if any(row.get(None, ())):  # DictReader's key of fields beyond the names
                     problem = "more fields than the first row has names; quote fields with commas"
                     document = BadRecordsError(f"{name} row {number}: {problem}")
                 if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
