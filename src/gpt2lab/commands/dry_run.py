@@ -25,6 +25,7 @@ from gpt2lab.planner.auto import (
     memory_here,
 )
 from gpt2lab.planner.estimate import Estimate, MemoryNeed
+from gpt2lab.planner.job import batch_as_json
 from gpt2lab.planner.machine import detect_hardware
 from gpt2lab.runs.console import Console
 from gpt2lab.training.plan import describe_plan
@@ -69,10 +70,7 @@ def _as_json(start: Start, need: MemoryNeed, found: Estimate | None) -> dict[str
         "run_dir": str(start.run_dir),
         "parameters": plan.parameters,
         "flops_per_token": plan.flops_per_token,
-        "tokens_per_step": plan.batch.tokens,
-        "mini_batch_size": plan.batch.micro_batch,
-        "accumulation": plan.batch.accumulation,
-        "world_size": plan.batch.world_size,
+        **batch_as_json(plan.batch),
         "max_steps": plan.max_steps,
         "tokens": start.tokens,
         "epochs": start.epochs,

@@ -197,6 +197,12 @@ def ranks_and_micro_batch(environment: Mapping[str, Any]) -> tuple[int, int] | N
     return (world_size, size) if world_size and size else None
 
 
+def batch_as_json(batch: derived.BatchPlan) -> dict[str, int]:
+    """Return how a step is divided, in the words of the settings."""
+    parts = {"mini_batch_size": batch.micro_batch, "accumulation": batch.accumulation}
+    return {"tokens_per_step": batch.tokens, **parts, "world_size": batch.world_size}
+
+
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
     """Return the settings with a micro-batch that divides the share of each rank; a typed one is not lowered.
 
