@@ -190,11 +190,8 @@ def _compare_at(
             ran,
             matmul={"fp32": best.matmul_fp32, "bf16": best.matmul_bf16},
             peak={
-                # Beside a busy program the higher one may be measured too low.
-                "fp32": best.register_fp32 and max(best.register_fp32, best.matmul_fp32),
-                "bf16": max(best.register_bf16, best.matmul_bf16 or 0.0)
-                if best.register_bf16
-                else peak_flops(best.device_name),
+                "fp32": _peak(best.register_fp32, best.matmul_fp32),
+                "bf16": _peak(best.register_bf16, best.matmul_bf16) or peak_flops(best.device_name),
             },
         )
         say(race.describe(rows, best.device_name))
@@ -269,6 +266,11 @@ def _look_inside(
                 raise
             say(f"  {what} of {entry.name}: failed: {error}")
     return found
+
+
+def _peak(registers: float | None, matmul: float | None) -> float | None:
+    """Return the higher of two rates: beside a busy program that of the registers may be measured too low."""
+    return registers and max(registers, matmul or 0.0)
 
 
 def _contestants(plan: Plan, size: Size, folder: Path) -> list[Contestant]:

@@ -270,9 +270,7 @@ def draft(
 
     `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
     """
-    saved, _ = catalog.list_checkpoints(
-        run_dir, labels={}
-    )  # the time orders them, and clocks go back
+    saved, _ = catalog.list_checkpoints(run_dir, labels={})
     content_of_state = {"state": dataclasses.asdict(state), "rng": rng_states}
     return manifests.Draft(
         step=state.step,
@@ -290,6 +288,7 @@ def draft(
             "samples": state.samples,
             "val_loss": state.val_loss,
             "best_val_loss": state.best_val_loss,
+            # Later than every other one: it orders copies, and clocks can go back.
             "created": max([time.time(), *(info.created + 0.001 for info in saved)]),
         },
     )

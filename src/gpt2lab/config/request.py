@@ -209,7 +209,7 @@ def reject_changes(
 
     def show(names: list[str]) -> str:
         if "data" in names:  # fingerprints do not say what was mistyped
-            names = [*names, *({"data_dir", "instructions"} & changes.keys())]
+            names = [*names, *(name for name in ("data_dir", "instructions") if name in changes)]
         return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
 
     counts = ("total_batch_size", "data", "packing", "val_fraction")

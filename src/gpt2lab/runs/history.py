@@ -41,11 +41,8 @@ from gpt2lab.tokenizers.opening import of_record
 
 WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
-DECIDES_VALIDATION = {
-    "data",
-    "val_tokens",
-    "val_fraction",
-}  # changed on a resume: other windows are measured
+# Changed on a resume: other windows are measured.
+DECIDES_VALIDATION = {"data", "val_tokens", "val_fraction"}
 _NAMED_LINES = 3  # damaged lines that are named; the others are counted
 
 # A step in memory: where its line begins in the log, and its numbers.

@@ -58,9 +58,8 @@ class Saver:
         self.runtime = components.runtime
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
-        self.is_async = saves_in_background(
-            self.settings, on_gpu=self.runtime.device.type == "cuda"
-        )
+        on_gpu = self.runtime.device.type == "cuda"
+        self.is_async = saves_in_background(self.settings, on_gpu=on_gpu)
         self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
@@ -296,9 +295,9 @@ class Saver:
                 self.logger.warn(problem, step)
 
     def best_left(self, since: int) -> tuple[int, float | None] | tuple[None, None] | None:
-        """Return the step and the loss of the best checkpoint on disk if the save of a better one failed, else None.
+        """Label the best checkpoint on disk after step `since`, and return its step and loss; None if none was lost.
 
-        Waits for such a save in flight. On rank 0.
+        Waits for the save of a better one in flight. On rank 0.
         """
         save = self._in_flight
         if save is not None and "best" in save.labels:

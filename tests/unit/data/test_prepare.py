@@ -132,6 +132,8 @@ def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path, max_tokens):
     run_prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS), tmp_path / "out", max_tokens=max_tokens)
     train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
     assert sum(map(len, (*train, *val))) == max_tokens
+    sizes = {"max_tokens": max_tokens, "group_bytes": 999}
+    assert run_prepare(_as_parquet(tmp_path), tmp_path / "p", **sizes).total("tokens") == max_tokens
     whole = encoded(TEXTS)[: len(train) + len(val)]
     assert {*train, *val} >= set(whole[:-1])
     (cut,) = {*train, *val} - set(whole[:-1])

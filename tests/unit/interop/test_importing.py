@@ -134,8 +134,7 @@ def test_nanogpt_becomes_a_run_that_goes_on(origin, become, tmp_path, capsys):
     told = capsys.readouterr().out
     assert become.hashes(DONE) == origin.hashes(DONE), "weights, moments, counts, bit by bit"
     assert f"step {DONE} of {LAST}" in told
-    assert "optimizer as in the file" in told
-    assert "data begins at sample 0" in told
+    assert ("optimizer as in the file" in told, "data begins at sample 0" in told) == (True, True)
     assert "exact GELU" in told
     [record] = become.saved_state(DONE)["history"]
     assert (record["imported"], record["samples"], len(record["sha256"])) == ("ckpt.pt", 0, 64)

@@ -191,8 +191,7 @@ def test_a_modern_run_is_exported_with_its_own_files(folder):
     assert config["eos_token_id"] == tokenizer_named("bpe").end_of_text
     card = (out / "README.md").read_text()
     assert "GPT-2 with positions rotary, norm rmsnorm" in card
-    assert "trust_remote_code=True" in card
-    assert "| validation loss |" in card
+    assert ("trust_remote_code=True" in card, "| validation loss |" in card) == (True, True)
 
 
 def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):

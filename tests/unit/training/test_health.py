@@ -64,8 +64,7 @@ def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
     assert (event["loss"], event["updated"]) == (None, False)
     assert [e["updated"] for e in run.events("step")].count(False) == 1
     [warning] = [e for e in run.events("warning") if "skipped" in e["message"]]
-    assert "step 5" in warning["message"]
-    assert "samples 32 on" in warning["message"]
+    assert ("step 5" in warning["message"], "samples 32 on" in warning["message"]) == (True, True)
     state = run.saved_state(8)
     assert state["skipped"] == [{"step": 5, "reason": NOT_FINITE, "samples": [32, 40]}]
     assert state["non_finite_in_a_row"] == 0

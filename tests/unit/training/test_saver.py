@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -116,10 +117,15 @@ def test_the_best_is_the_best_on_disk(mode, run, monkeypatch):
     saved = {event["step"]: event["labels"] for event in run.events("checkpoint")}
     assert saved == {2: ["best"], 6: ["best"], 8: []}
     # After a change of the validation data the best on disk is of other windows.
-    losses.update({10: 5.0, 12: 6.0})
+    losses.update({10: 5.0, 12: 6.0, 14: 7.0, 16: 8.0})
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@10")
     run.train("--resume=latest", "--val_tokens=64", "--max_steps=12", "--allow_change=max_steps")
     assert run.events("checkpoint")[-1]["labels"] == ["best"]
+    run.train("--resume=latest", "--max_steps=14", "--allow_change=max_steps")
+    shutil.rmtree(run.path / run.labels()["best"])  # as `runs rm` does
+    (run.path / "labels" / "best").unlink()
+    run.train("--resume=latest", "--max_steps=16", "--allow_change=max_steps")
+    assert run.labels()["best"] == "step_00000014"
 
 
 @pytest.mark.parametrize("lasts", [False, True])
