@@ -140,8 +140,7 @@ def test_evaluations_and_checkpoints_are_those_due_the_best_ones_and_the_epochs_
 def test_frequency_of_zero_means_only_after_the_last_step(run):
     run.train("--max_steps=5", "--eval_freq=0", "--checkpoint_freq=0")
     assert [event["step"] for event in run.events("eval")] == [0, 5]
-    assert [event["step"] for event in run.events("checkpoint")] == [5]
-    assert list(run.checkpoints()) == [5]
+    assert [event["step"] for event in run.events("checkpoint")] == list(run.checkpoints()) == [5]
 
 
 def test_log_freq_thins_the_console_and_what_is_not_sampled_is_said_once(straight):

@@ -182,7 +182,7 @@ def fetch_newer(
 ) -> list[str]:
     """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return warnings.
 
-    `tell` gets a line before a download.
+    `tell` gets a line before a download. The log of a start that saved nothing here is kept beside the mirror's.
 
     Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
     the mirror cannot say or give one: whether the run has begun would be a guess.
@@ -191,13 +191,16 @@ def fetch_newer(
     try:
         (copies, problems), owner = mirror.in_time(lambda: (mirror.list_copies(), mirror.owner()))
         own = run_id(run_dir)
-        if copies and own is not None and owner != own:
+        is_another = bool(copies) and own is not None and owner != own
+        if is_another and catalog.has_checkpoints(run_dir):
             raise ConfigError(
                 f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
                 f"choose another --run_name or --checkpoint_dir"
             )
         warnings = [f"copy in the mirror skipped: {problem}" for problem in problems]
-        events = history.read_log(run_dir).of_kind("begin", "rewind", "checkpoint")
+        # The log of a start that saved nothing, before the run began anew elsewhere, knows nothing of the copies.
+        log = None if is_another else history.read_log(run_dir)
+        events = log.of_kind("begin", "rewind", "checkpoint") if log else []
         for copy in copies:
             is_older = newest is not None and copy.step <= newest.step
             if is_older or _is_left_behind(copy, events):

@@ -52,9 +52,12 @@ def mirrored(here) -> Run:
     return here
 
 
-@pytest.mark.parametrize("resume", ["auto", "latest"])
-def test_a_new_machine_goes_on_with_the_same_bits(resume, mirrored, there, run, capsys):
+@pytest.mark.parametrize(("resume", "begun"), [("auto", 0), ("latest", 0), ("auto", 2)])
+def test_a_new_machine_goes_on_with_the_same_bits(resume, begun, mirrored, there, run, capsys):
     run.train(*COMMON)
+    for _ in range(begun):  # and ended before the first checkpoint
+        there.train("--resume=auto", "--stop_after_steps=2", "--checkpoint_mirror=None")
+        shutil.rmtree(there.path / "step_00000002")
     there.train(f"--resume={resume}")
     assert "fetching step 4" in capsys.readouterr().out
     assert (there.losses(), there.hashes(6)) == (run.losses(), run.hashes(6))
