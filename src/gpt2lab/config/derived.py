@@ -75,7 +75,7 @@ class BatchPlan:
 
     @property
     def tokens(self) -> int:
-        """Target tokens of one optimizer step."""
+        """Positions of one optimizer step; chats and padding have fewer targets."""
         return self.samples * self.context_length
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Target tokens of the full run."""
+        """Positions of the full run."""
         return self.max_steps * self.config.batch.total_batch_size
 
     @property

@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Target tokens of the full run."""
+        """Positions of the full run."""
         return self.max_steps * self.batch.tokens
 
     @property

@@ -88,7 +88,7 @@ class Start:
 
     @property
     def tokens(self) -> int:
-        """Target tokens of the full run; those before a resume may have been trained with another batch."""
+        """Positions of the full run; those before a resume may have been trained with another batch."""
         origin = self.checkpoint
         done, tokens = (origin.step, origin.tokens) if origin else (0, 0)
         return tokens + (self.plan.max_steps - done) * self.plan.batch.tokens
