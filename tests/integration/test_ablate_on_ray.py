@@ -71,7 +71,7 @@ def test_runs_of_a_node_that_dies_resume_elsewhere(start_cluster, tiny_data, tmp
     """Mirrored, the second node has a disk of its own, and it takes its runs' folders with it."""
     (tmp_path / "s.txt").write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
     out, one = tmp_path / "out", tmp_path / "one"
-    words = [str(tmp_path / "s.txt"), "--jobs=2", "--seeds", "1", "2", *TINY, "--eval_freq=4"]
+    words = [str(tmp_path / "s.txt"), "--jobs=2", "--seeds", "1", *TINY, "--eval_freq=4"]
     words += [f"--data_dir={tiny_data}", "--max_steps=16", "--checkpoint_freq=4"]
     launch.worked(launch.script("ablate", *words, f"--out={one}", OMP_NUM_THREADS="1"))
 
@@ -117,7 +117,7 @@ def test_runs_of_a_node_that_dies_resume_elsewhere(start_cluster, tiny_data, tmp
     assert launch.events(out / name, "resume")
     found, wanted = (json.loads((at / "ablation.json").read_text()) for at in (out, one))
     assert without_times(found) == without_times(wanted)
-    for run in ("cold_seed1", "hot_seed1", "cold_seed2", "hot_seed2"):
+    for run in ("cold_seed1", "hot_seed1"):
         assert launch.losses(out / run) == launch.losses(one / run)
         assert launch.parameter_hash(out / run, 16) == launch.parameter_hash(one / run, 16)
 
