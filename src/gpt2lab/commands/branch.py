@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 
 from gpt2lab import fmt
@@ -46,7 +47,7 @@ def as_branch(request: RunRequest, origin: str | None, cooldown: str | None) -> 
         infos, _ = catalog.list_checkpoints(place.checkpoint_dir / place.run_name)
     if infos:
         newest, known = infos[-1], infos[-1].manifest.get("branch_from") or {}
-        name, began_in = run.rstrip("/").rpartition("/")[2], str(known.get("run", ""))
+        name, began_in = os.path.basename(os.path.abspath(run)), str(known.get("run", ""))
         is_whole = catalog.find_folder(run, place.checkpoint_dir) is not None
         is_same = began_in == name if is_whole else began_in.startswith(name)
         if not known or not is_same or at not in ("best", "latest", str(known["step"])):

@@ -192,15 +192,16 @@ def fetch_newer(
         (copies, problems), owner = mirror.in_time(lambda: (mirror.list_copies(), mirror.owner()))
         own = run_id(run_dir)
         is_another = bool(copies) and own is not None and owner != own
-        if is_another and catalog.has_checkpoints(run_dir):
+        log = history.read_log(run_dir)
+        has_saved = catalog.has_checkpoints(run_dir) or bool(log and log.of_kind("checkpoint"))
+        if is_another and has_saved:
             raise ConfigError(
                 f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
                 f"choose another --run_name or --checkpoint_dir"
             )
         warnings = [f"copy in the mirror skipped: {problem}" for problem in problems]
         # The log of a start that saved nothing, before the run began anew elsewhere, knows nothing of the copies.
-        log = None if is_another else history.read_log(run_dir)
-        events = log.of_kind("begin", "rewind", "checkpoint") if log else []
+        events = log.of_kind("begin", "rewind", "checkpoint") if log and not is_another else []
         for copy in copies:
             is_older = newest is not None and copy.step <= newest.step
             if is_older or _is_left_behind(copy, events):

@@ -243,7 +243,7 @@ class Mirror:
         if copies or problems:
             raise ConfigError(
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
-                f"with --resume latest, or choose another --run_name"
+                f"with --resume latest (a branch without --branch_from), or choose another --run_name"
             )
         return False
 

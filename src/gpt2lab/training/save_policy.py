@@ -63,10 +63,10 @@ class SavePolicy:
         return labels + (["best"] if self.state.best_step == self.state.step else [])
 
     def forget_lost_best(self) -> None:
-        """Compare later losses with the best checkpoint that is on disk, if the save of a better one failed."""
+        """Compare later losses with the best checkpoint that is on disk, if a better one is not, or no more."""
         if self.state.best_step in (None, self.state.step):
             return
-        found = self.runtime.on_rank_zero(lambda: self.saver.best_left(self.state.best_from))
+        found = self.runtime.on_rank_zero(lambda: self.saver.best_left(self.state))
         if found is not None:
             step, loss = found
             self.steps.state = dataclasses.replace(self.state, best_step=step, best_val_loss=loss)

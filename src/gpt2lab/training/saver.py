@@ -64,9 +64,8 @@ class Saver:
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
         begun = start.branch or (start.checkpoint and start.checkpoint.manifest.get("branch_from"))
-        is_own = (components.state.best_step or 0) > (begun["step"] if begun else 0)
-        # The save of the best weights failed, or `runs rm` deleted them.
-        self._has_lost_best = is_own and "best" not in catalog.read_labels(self.run_dir)
+        self._branched_at = begun["step"] if begun else 0
+        self._has_lost_best = False  # the save of the best weights failed
         # Seconds of the longest save by a thread, and of the last one that training waited for to its end; until one
         # has ended, those of the last start's.
         self._longest = self._waited = start.last_save_seconds
@@ -294,18 +293,21 @@ class Saver:
             for problem in self._set_labels(step, labels):
                 self.logger.warn(problem, step)
 
-    def best_left(self, since: int) -> tuple[int, float | None] | tuple[None, None] | None:
-        """Label the best checkpoint on disk after step `since`, and return its step and loss; None if none was lost.
+    def best_left(self, state: TrainState) -> tuple[int, float | None] | tuple[None, None] | None:
+        """Label the best checkpoint on disk of the state's data, and return its step and loss; None if none was lost.
 
         Waits for the save of a better one in flight. On rank 0.
         """
         save = self._in_flight
         if save is not None and "best" in save.labels:
             self.settle()
-        if not self._has_lost_best:
+        # `runs rm` may have deleted it, or a rewind set it aside.
+        is_own = (state.best_step or 0) > self._branched_at
+        is_gone = is_own and "best" not in catalog.read_labels(self.run_dir)
+        if not self._has_lost_best and not is_gone:
             return None
         self._has_lost_best = False
-        infos, _ = catalog.list_checkpoints(self.run_dir)
+        infos, since = catalog.list_checkpoints(self.run_dir)[0], state.best_from
         of_data = (info for info in infos if info.step > since and info.val_loss is not None)
         if (best := min(of_data, key=lambda one: one.val_loss or 0.0, default=None)) is None:
             return None, None

@@ -56,8 +56,7 @@ def mirrored(here) -> Run:
 def test_a_new_machine_goes_on_with_the_same_bits(resume, begun, mirrored, there, run, capsys):
     run.train(*COMMON)
     for _ in range(begun):  # and ended before the first checkpoint
-        there.train("--resume=auto", "--stop_after_steps=2", "--checkpoint_mirror=None")
-        shutil.rmtree(there.path / "step_00000002")
+        there.killed("step:kill9@2", "--resume=auto", "--checkpoint_mirror=None")
     there.train(f"--resume={resume}")
     assert "fetching step 4" in capsys.readouterr().out
     assert (there.losses(), there.hashes(6)) == (run.losses(), run.hashes(6))

@@ -197,17 +197,25 @@ def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_agai
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
-    ("loss", "fault", "more", "best"),
-    [(0.3, "checkpoint.before_rename:enospc@12", (), 8), (5.0, "", ("--val_tokens=64",), 12)],
+    ("keep", "loss", "fault", "more", "best"),
+    [
+        (9, 0.3, "checkpoint.before_rename:enospc@12", (), 8),
+        (9, 5.0, "", ("--val_tokens=64",), 12),
+        (3, 5.0, "", (), 12),
+    ],
 )
-def test_a_rewind_keeps_a_best_of_its_windows(loss, fault, more, best, run, spoil, monkeypatch):
-    plain, losses = TrainState.with_val_loss, {8: 0.5, 10: 0.4}
+def test_a_rewind_keeps_a_best_of_its_windows(
+    keep, loss, fault, more, best, run, spoil, monkeypatch
+):
+    """With `keep` 3 the best before step 9 is deleted: two are better by the time of the spike."""
+    plain, losses = TrainState.with_val_loss, {8: 0.5, 10: 0.4, 11: 0.3}
     monkeypatch.setattr(
         TrainState, "with_val_loss", lambda self, _: plain(self, losses.get(self.step, 6.0))
     )
-    flags = (*RUN[::2], "--eval_freq=1", "--max_steps=14", "--on_spike=rewind")
-    run.train(*flags, "--stop_after_steps=10")
-    losses.update({10: 6.0, 12: loss})
+    flags = (RUN[0], "--eval_freq=1", "--max_steps=14", "--on_spike=rewind")
+    flags = (*flags, f"--keep_checkpoints={keep}")
+    run.train(*flags, "--stop_after_steps=11")
+    losses.update({10: 6.0, 11: 6.0, 12: loss})
     spoil(50.0, 12)
     monkeypatch.setenv("FAULT", fault)
     run.train(*flags, "--resume=latest", "--async_checkpoint=off", *more)

@@ -258,10 +258,14 @@ def _read_csv(share: Share, text_column: str) -> Stream:
             if (rows.fieldnames or ()).count(text_column) > 1:
                 yield BadRecordsError(f"{name}: two columns {text_column}; rename one of them")
                 return
+            commas: int | None = None  # at the end of each row, as some programs write
             for number, row in enumerate(rows, start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
-                if any(row.get(None, ())):  # DictReader's key of fields beyond the names
-                    problem = "more fields than the first row has names; quote fields with commas"
+                beyond = row.get(None, [])  # DictReader's key of fields beyond the names
+                if commas is None and not any(beyond):
+                    commas = len(beyond)
+                if any(beyond) or len(beyond) != commas:
+                    problem = "more fields than the first row has names, or than other rows; quote fields with commas"
                     document = BadRecordsError(f"{name} row {number}: {problem}")
                 if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
                     document = BadRecordsError(f"{document.where}: not UTF-8")
