@@ -77,7 +77,8 @@ def _find_answer(request: EstimateRequest, known: Hardware) -> tuple[dict[str, A
     window, predictor = window_of(request, time.time()), Predictor(request, known)
     if request.measure or request.find_batch_size:
         predictor = Predictor(measuring.measure(request, predictor)[0], known)
-    return alternatives.describe_comparison(predictor, request.compare, window)
+    lowers = request.mini_batch_size is None
+    return alternatives.describe_comparison(predictor, request.compare, window, lowers=lowers)
 
 
 def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
@@ -88,8 +89,8 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
     if request.measure or request.find_batch_size:
         request, batch_search = measuring.measure(request, predictor)
         predictor = Predictor(request, known)
-    estimated = alternatives.fit_memory if request.mini_batch_size is None else Predictor.predict
-    found = estimated(predictor, predictor.job())
+    lowers = request.mini_batch_size is None
+    found = alternatives.fit_memory(predictor, predictor.job(), lowers=lowers)
     job, warnings = found.job, _warnings(found)
     if predictor.unseen:
         warnings.insert(0, f"predicted for the processor: {predictor.unseen}")
@@ -109,7 +110,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         listed = known.profiles.values()
         advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
         extra += [f"{'data':<12} {advice}"]
-    extra.append(alternatives.learning_rate_line(job.config, request))
+    extra.append(alternatives.learning_rate_line(job, request))
     batch = job.config.batch.total_batch_size
     steps = dict.fromkeys(round(share * job.max_steps) for share in remaining.MILESTONES)
     milestones = [
@@ -128,7 +129,8 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         warnings=warnings,
     )
     document |= {"data_advice": advice, "batch_search": batch_search}
-    document["learning_rate"] = alternatives.learning_rates(job.config)
+    suited = None if request.steps else job.tokens
+    document["learning_rate"] = alternatives.learning_rates(job.config, suited)
     text = reports.describe_estimate(
         found, now=begins, window=window, extra=extra, warnings=warnings
     )

@@ -186,11 +186,11 @@ def count_due(step: int, freq: int, last: int) -> int:
     return regular + (0 if freq > 0 and last % freq == 0 else 1)
 
 
-def count_saves(config: Config, max_steps: int) -> int:
-    """Count the steps of a run that may save: rolling checkpoints, and evaluations, which save the best so far."""
-    a, b = config.checkpoint.checkpoint_freq, config.eval.eval_freq
-    counts = [count_due(0, freq, max_steps) for freq in (a, b, math.lcm(a, b))]
-    return counts[0] + counts[1] - counts[2]
+def count_saves(step: int, checkpoint_freq: int, eval_freq: int, last: int) -> int:
+    """Count the steps after `step` that may save: rolling checkpoints, and evaluations, which save the best so far."""
+    freqs = (checkpoint_freq, eval_freq, math.lcm(checkpoint_freq, eval_freq))
+    rolling, best, both = (count_due(step, freq, last) for freq in freqs)
+    return rolling + best - both
 
 
 def frequencies(config: Config) -> dict[str, int]:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.config.presets import preset
+from gpt2lab.config.presets import for_length, preset
 from gpt2lab.config.schema import Config, ModelName
+from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, longest_that_fits, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job, fit_mini_batch
-from gpt2lab.planner.machine import named
+from gpt2lab.planner.machine import Machine, named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
 from gpt2lab.planner.request import LENGTHS, Comparison, EstimateRequest, Predictor
 
@@ -36,7 +37,8 @@ def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dic
     counts = sorted({*map(int, world_sizes.split(",")), job.world_size})
     rows, one = [], None
     for count in counts:
-        nodes = request.nodes if count == job.world_size else 1
+        # A node holds as many cards as in the job.
+        nodes = -(-count * request.nodes // job.world_size) if request.nodes > 1 else 1
         link = request.interconnect if nodes > 1 or request.nodes == 1 else None
         where: dict[str, Any] = {"compiled": job.compiled, "nodes": nodes, "interconnect": link}
         try:
@@ -44,7 +46,8 @@ def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dic
             config = fit_mini_batch(job.config, count, typed=False)
         except ConfigError:  # so many cannot share the batch, or no link between them is known
             continue
-        there = predictor.predict(dataclasses.replace(job, config=config, world_size=count), on=on)
+        alike = dataclasses.replace(job, config=config, world_size=count)
+        there = fit_memory(predictor, alike, on=on, lowers=request.mini_batch_size is None)
         one = there.step.value if count == 1 else one
         rows.append(
             {
@@ -53,6 +56,7 @@ def scaling(predictor: Predictor, found: Estimate, world_sizes: str) -> list[dic
                 "hours": there.seconds.value / 3600,
                 "efficiency": one / (count * there.step.value) if one else None,
                 "usd": there.cost.usd.value if there.cost else None,
+                "fits_memory": there.memory.fits,
             }
         )
     return rows
@@ -67,23 +71,26 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
             fmt.duration(3600 * row["hours"]),
             fmt.number(row["efficiency"], ".1%"),
             "n/a" if row["usd"] is None else dollars(row["usd"]),
+            "no memory" if row["fits_memory"] is False else "",
         ]
         for row in rows
     ]
-    return fmt.table(["GPUs", "step", "total", "efficiency*", "cost"], cells) + (
+    return fmt.table(["GPUs", "step", "total", "efficiency*", "cost", ""], cells) + (
         "\n* of the steps alone; startup and events do not get shorter"
     )
 
 
 def describe_comparison(
-    predictor: Predictor, what: Comparison, window: Window | None
+    predictor: Predictor, what: Comparison, window: Window | None, *, lowers: bool
 ) -> tuple[dict[str, Any], str, int]:
-    """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits the window.
+    """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits window and memory.
+
+    `lowers`: replace a micro-batch that does not fit.
 
     Raises: GPT2LabError, the first one, if nothing could be estimated.
     """
-    rows = _rows(predictor, what, window)
-    fits = [row for row in rows if row["verdict"] in (None, "fits")]
+    rows = _rows(predictor, what, window, lowers=lowers)
+    fits = [r for r in rows if r["verdict"] in (None, "fits") and r["fits_memory"] is not False]
     document = reports.blank_report() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
     document["profile_name"] = predictor.profile.name
@@ -96,7 +103,7 @@ def describe_comparison(
     lines = [fmt.table([*header, "loss", "verdict"], cells)]
     if window:
         how = "the upper bound decides"
-        if what != "gpus":
+        if what != "gpus" and not _gives_length(predictor.request):
             how = "tokens chosen so that the upper bound fits"
         window_text = f"{fmt.duration(window.seconds)} less {fmt.duration(window.margin)}"
         lines.append(f"window {window_text}; {how}")
@@ -115,12 +122,19 @@ def _cells(row: dict[str, Any], *, is_best: bool) -> list[str]:
         "n/a" if row["usd"] is None else dollars(row["usd"]),
         "n/a" if row["usd"] is None else dollars(row["usd"] / row["tokens"] * 1e9),
         fmt.number(row["loss"], ".2f"),
-        {"does_not_fit": "no"}.get(row["verdict"], row["verdict"])
-        or ("no memory" if row["fits_memory"] is False else ""),
+        "no memory"
+        if row["fits_memory"] is False
+        else {"does_not_fit": "no", None: ""}.get(row["verdict"], row["verdict"]),
     ]
 
 
-def _rows(predictor: Predictor, what: Comparison, window: Window | None) -> list[dict[str, Any]]:
+def _gives_length(request: EstimateRequest) -> bool:
+    return any(getattr(request, length) is not None for length in LENGTHS)
+
+
+def _rows(
+    predictor: Predictor, what: Comparison, window: Window | None, *, lowers: bool
+) -> list[dict[str, Any]]:
     """Return a row for each alternative that can be estimated; cards as many as asked for, fastest first.
 
     Models and profiles train on as many tokens as fit the window, unless the length was asked for.
@@ -133,13 +147,13 @@ def _rows(predictor: Predictor, what: Comparison, window: Window | None) -> list
         others = {model: {"model": model} for model in MODELS}
     else:
         others = {name: {"profile": name} for name in known.profiles}
-    given = any(getattr(request, length) is not None for length in LENGTHS)
+    given = _gives_length(request)
     skipped = ConfigError if what == "gpus" else GPT2LabError
     rows, errors = [], []
     for name, other in others.items():
         there = Predictor(dataclasses.replace(request, **other), known)
         try:
-            found = fit_memory(there, there.job())
+            found = fit_memory(there, there.job(), lowers=lowers)
         except skipped as error:
             errors.append(error)
             continue
@@ -170,12 +184,13 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
     }
 
 
-def fit_memory(predictor: Predictor, job: Job) -> Estimate:
-    """Estimate the job; a micro-batch that does not fit is replaced by the largest that does."""
-    found = predictor.predict(job)
-    if found.memory.fits is False and (largest := found.memory.largest_micro_batch):
-        return predictor.predict(job.with_micro_batch(largest))
-    return found
+def fit_memory(
+    predictor: Predictor, job: Job, *, lowers: bool, on: Machine | None = None
+) -> Estimate:
+    """Estimate the job; with `lowers`, a micro-batch that does not fit is replaced by the largest that does."""
+    found = predictor.predict(job, on=on)
+    largest = found.memory.largest_micro_batch if lowers and found.memory.fits is False else None
+    return predictor.predict(job.with_micro_batch(largest), on=on) if largest else found
 
 
 def _longest(predictor: Predictor, found: Estimate, window: Window) -> Estimate | None:
@@ -223,9 +238,14 @@ _CLAMP = (0.25, 2.0)  # times the reference rate: beyond these no rule is known 
 _SURGE = 4.0  # reference batches from which the best rate may fall again (arXiv:2405.14578)
 
 
-def learning_rates(config: Config) -> dict[str, Any]:
-    """Return each rule's learning rate for the batch size, and the reference: the preset's rate and tokens a step."""
+def learning_rates(config: Config, tokens: float | None = None) -> dict[str, Any]:
+    """Return each rule's learning rate for the batch size, and the reference: the preset's rate and tokens a step.
+
+    `tokens`: the length where it was not given in steps; the preset may have a rate and a batch for it.
+    """
     base = preset(config.model.model, optimizer=config.optim.optimizer)
+    if tokens is not None:
+        base = override(base, for_length(config.model.model, config.optim.optimizer, tokens))
     rate, batch = base.optim.max_lr, base.batch.total_batch_size
     ratio = config.batch.total_batch_size / batch
     low, high = _CLAMP
@@ -236,10 +256,11 @@ def learning_rates(config: Config) -> dict[str, Any]:
     }
 
 
-def learning_rate_line(config: Config, request: EstimateRequest) -> str:
+def learning_rate_line(job: Job, request: EstimateRequest) -> str:
     """Write the learning rates in one line; where nobody typed one, with the rule's flag."""
-    rule, typed = request.lr_rule, request.max_lr is not None
-    found, size = learning_rates(config), config.batch.total_batch_size
+    rule, typed, config = request.lr_rule, request.max_lr is not None, job.config
+    found = learning_rates(config, None if request.steps else job.tokens)
+    size = config.batch.total_batch_size
     batch = found["reference_batch"]
     text = f"{'max_lr':<12} {config.optim.max_lr:<14g} "
     if size == batch and config.optim.max_lr == found["none"]:

@@ -224,6 +224,8 @@ def _parse(document: dict[str, Any]) -> Hardware:
             return None
         value, source = entry[key]
         sources[source]  # a number without a source is an error of the file
+        if not float(value) > 0 and (key, value) != ("usd_per_hour", 0):
+            raise ValueError(f"{key} {value} must be above 0")
         return float(value) * factor
 
     gpus, words = {}, {}
@@ -254,6 +256,8 @@ def _parse(document: dict[str, Any]) -> Hardware:
         points = sorted(
             (float(mib) * 2**20, float(rate) * 1e9) for mib, rate in entry["busbw_gbs"].items()
         )
+        if not points or not min(rate for _, rate in points) > 0:
+            raise ValueError(f"link {name}: busbw_gbs needs rates above 0")
         links[name] = Link(name, entry["title"], tuple(points), bool(entry["nvlink"]))
     constants = {}
     for name, (value, source) in document["constants"].items():

@@ -185,7 +185,8 @@ class Job:
         It also evaluates before its first step, and after its last the mean of its weights.
         """
         if kind == "checkpoint":
-            return count_saves(self.config, self.max_steps)
+            freqs = (self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq)
+            return count_saves(0, *freqs, self.max_steps)
         freq = frequencies(self.config).get(kind)
         more = (1 + (self.config.optim.average_tail > 0)) if kind == "eval" else 0
         return 0 if freq is None else count_due(0, freq, self.max_steps) + more

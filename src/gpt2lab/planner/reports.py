@@ -208,6 +208,7 @@ KEYS = (
     *("schema", "timestamp", "max_training_hours", "profile_name", "profile", "estimate"),
     *("dataset_info", "throughput", "breakdown", "memory", "scaling", "milestones", "cost", "loss"),
     *("actual", "model", "run", "comparison", "batch_search", "warnings"),
+    *("data_advice", "learning_rate", "accuracy"),
 )
 
 

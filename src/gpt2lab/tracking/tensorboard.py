@@ -91,10 +91,10 @@ class TensorBoard(Extension):
             fix = "pip install -r requirements.txt"
             print(f"warning: no TensorBoard files: {error}; {fix}", file=sys.stderr)
             return
-        after = run.components.state.step
-        folder = str(run.start.run_dir / "tensorboard")
-        self._writer = SummaryWriter(folder, purge_step=after + 1)
-        if after == 0:
+        after, folder = run.components.state.step, run.start.run_dir / "tensorboard"
+        is_first = after == 0 or not folder.exists()  # of a branch, or turned on by a resume
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1)
+        if is_first:
             _mirror_settings(self._writer, to_flat(run.start.config))
 
     def recorded(self, event: Mapping[str, Any], result: object) -> None:

@@ -64,7 +64,8 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
     keeps_epochs = wanted == "on" or (wanted == "auto" and epochs <= MANY_EPOCHS)
     # With tiny data, one step may end several epochs.
     ends = min(math.floor(epochs), max_steps) if keeps_epochs else 0
-    rolling = min(count_saves(config, max_steps), config.checkpoint.keep_checkpoints)
+    freqs = (config.checkpoint.checkpoint_freq, config.eval.eval_freq)
+    rolling = min(count_saves(0, *freqs, max_steps), config.checkpoint.keep_checkpoints)
     return Plan(
         batch=batch,
         max_steps=max_steps,

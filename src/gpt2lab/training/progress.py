@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import fmt
-from gpt2lab.config.derived import count_due, frequencies
+from gpt2lab.config.derived import count_due, count_saves, frequencies
 from gpt2lab.config.schema import Config
 from gpt2lab.runs import history
 from gpt2lab.runs.history import WARM_UP
@@ -123,9 +123,12 @@ class Progress:
 
     def events_left(self, step: int) -> float:
         """Return the seconds of the evaluations, samples and checkpoints still to come after `step`."""
+        freqs, last = self._frequencies, self.last_step
+        counts = {kind: count_due(step, freq, last) for kind, freq in freqs.items()}
+        if freqs.keys() >= {"checkpoint", "eval"}:
+            counts["checkpoint"] = count_saves(step, freqs["checkpoint"], freqs["eval"], last)
         return sum(
-            statistics.fmean(seconds[-_EVENTS_COUNT:])
-            * count_due(step, self._frequencies[kind], self.last_step)
+            statistics.fmean(seconds[-_EVENTS_COUNT:]) * counts[kind]
             for kind, seconds in self._events.items()
             if seconds
         )

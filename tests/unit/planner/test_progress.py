@@ -107,7 +107,9 @@ def forecast_errors(seed: int) -> tuple[list[float], list[bool], float]:
         progress.record_step(seconds)
         steps.append(seconds)
         for kind, (freq, cost) in LOGGED.items():
-            if is_due(step, freq, last):
+            # An evaluation saves the best so far.
+            freqs = [freq, LOGGED["eval"][0]] if kind == "checkpoint" else [freq]
+            if any(is_due(step, one, last) for one in freqs):
                 took = cost * rng.uniform(0.9, 1.1)
                 progress.record_event(kind, took)
                 events.append((kind, took))
