@@ -13,7 +13,7 @@ for word in "$@"; do
     case "$word" in --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;; esac
 done
 
-field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$status" 2>/dev/null; }
+field() { sed -nE "s/^ *\"$1\": \"?(.*[^\",])\"?,?$/\1/p" "$status" 2>/dev/null; }
 
 # The trainer writes here where the status.json of this start is, and with which of its own exit codes it rejected a
 # start: torchrun reports 1 for all.
@@ -23,7 +23,7 @@ trap 'rm -rf "$said"' EXIT
 
 child="" asked=""
 ask() { asked=$1; [[ -n $child ]] && kill -s "$1" "$child" 2>/dev/null; }
-trap 'ask INT' INT
+trap 'ask TERM' INT  # what bash starts with `&` ignores SIGINT
 trap 'ask TERM' TERM
 trap 'ask HUP' HUP
 

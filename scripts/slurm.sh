@@ -40,7 +40,8 @@ trap 'rm -rf "$said"' EXIT
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     src/train.py "$@" --resume auto &
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM USR1
+asked=""
+trap 'asked=yes; kill -TERM "$child" 2>/dev/null' TERM USR1
 while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 
 state="" verdict="" reason=""
@@ -56,12 +57,15 @@ case "$state:$reason" in
 esac
 case "$state:${verdict:-none}" in
     failed:2 | failed:75 | failed:76) exit "$verdict" ;;  # a requeue would meet the same
-    :*) [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && code=$(<"$GPT2LAB_EXIT_CODE_FILE"); exit "$code" ;;
+    :*)  # without a status a crash, a signal before the run was begun, or a folder in use may pass
+        [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && code=$(<"$GPT2LAB_EXIT_CODE_FILE")
+        case "$code" in 0 | 2 | 75 | 76 | 126 | 127) exit "$code" ;; esac ;;
 esac
-if [[ $state != stopped ]]; then
+if [[ $state != stopped && $state$asked != yes ]]; then
     # Starts since the last checkpoint; a job that somebody submitted again gets as many of its own.
-    starts=$(awk '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' \
-        "${status%/*}/metrics.jsonl")
+    starts=$MAX_CRASHES
+    [[ -z $state ]] || starts=$(awk \
+        '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' "${status%/*}/metrics.jsonl")
     if ((starts >= MAX_CRASHES && ${SLURM_RESTART_COUNT:-0} + 1 >= MAX_CRASHES)); then
         [[ ${verdict:-0} == 0 ]] || code=$verdict
         echo "error: $starts crashes without a new checkpoint; the last exit code was $code" >&2

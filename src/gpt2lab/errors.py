@@ -49,12 +49,12 @@ class DataError(GPT2LabError):
     """Missing, damaged or unfit token data."""
 
 
-class SourceLostError(DataError):
-    """A source of text failed midway (mostly the network); what was prepared so far is kept."""
-
-
 class CheckpointError(GPT2LabError):
     """A checkpoint is missing, damaged or belongs to another model."""
+
+
+class UnreachableError(CheckpointError):
+    """A store does not answer now; the same command may work later."""
 
 
 class SaveError(GPT2LabError):
@@ -75,12 +75,6 @@ class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 
     exit_code = 76
-
-
-class NoSourceError(GPT2LabError):
-    """A forecast has no basis: no run, no known hardware, no measurement."""
-
-    exit_code = 4
 
 
 class DriftError(GPT2LabError):

@@ -102,9 +102,9 @@ class FaultRun:
         self.assert_no_process_left(process)
         return code
 
-    def stop(self, process: subprocess.Popen[str]) -> int:
-        """Send a start SIGTERM, wait for its end, and return the exit code."""
-        process.send_signal(signal.SIGTERM)
+    def stop(self, process: subprocess.Popen[str], number: int = signal.SIGTERM) -> int:
+        """Send a start a signal, wait for its end, and return the exit code."""
+        process.send_signal(number)
         return self.end_of(process)
 
     def errors(self) -> str:

@@ -36,7 +36,7 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     trainer = [sys.executable, str(launch.TRAIN)]
     process = run.run_command([UNTIL_DONE, *trainer, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
-    assert (run.stop(process), run.status()["reason"]) == (0, "SIGTERM")
+    assert (run.stop(process, signal.SIGINT), run.status()["reason"]) == (0, "SIGTERM")
     crash = {"MAX_CRASHES": "2", "FAULT": "step:kill9@20"}
     for words, how, code, message in (
         ([*trainer, *run.argv("--n_layer=3")], {}, 2, "a restart would meet the same"),
@@ -47,6 +47,17 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     ):
         assert run.end_of(run.run_command([UNTIL_DONE, *words], PAUSE="0", **how)) == code
         assert message in run.errors()
+
+
+def test_run_until_done_counts_the_crashes_since_the_last_checkpoint(run):
+    """In a folder with a comma and a quote too; `count` is the number of the start."""
+    run.path.mkdir(parents=True)
+    status = '"checkpoint": "/a, \\"b\\"/step_\'$count\'",'
+    lines = f"cd '{run.path}'; echo start >> starts; count=$(wc -l < starts); echo '{status}' > status.json"
+    lines += "; echo $PWD/status.json > $GPT2LAB_STATUS_FILE; exit $((count < 4))"
+    process = run.run_command([UNTIL_DONE, "bash", "-c", lines], PAUSE="0", MAX_CRASHES="2")
+    assert run.end_of(process) == 0, run.errors()
+    assert (run.path / "starts").read_text() == "start\n" * 4
 
 
 def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
@@ -148,10 +159,13 @@ def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
     run.wait_for(process, "step", run.status()["step"] + 1, attempt=2)
     assert run.stop(process) == 0  # as --signal=B:TERM@120 does
     assert run.status()["reason"] == "SIGTERM"
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
+    with open(run.path / "run.lock", "a+") as lock:  # that a failed node has held for some time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run.end_of(run.run_command(script, **environment)) == 0
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 3
     rejected = run.run_command([*script, "--n_layer=3"], **environment)
     assert run.end_of(rejected) == 2, "and a rejected start is not put back on an older one's word"
     more = [*script, f"--max_steps={run.status()['step'] + 1}", "--allow_change=max_steps"]
     assert run.end_of(run.run_command(more, **environment)) == 0
     assert run.status()["state"] == "completed"
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2, "done is done"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 3, "done is done"

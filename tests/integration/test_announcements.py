@@ -18,7 +18,7 @@ import pytest
 
 import launch
 from gpt2lab.commands import entry
-from gpt2lab.errors import NoSourceError
+from gpt2lab.planner.hardware import NoSourceError
 from gpt2lab.runs import console
 from tiny import flags_of, parse, pretrain, write_inputs, write_items
 

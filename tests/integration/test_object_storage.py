@@ -155,8 +155,10 @@ def test_a_lost_bucket_is_an_error_and_a_dead_server_stops_no_run_under_way(stor
     assert f"there is no {store.bucket}" in lost.stderr
     assert not store.path("x").exists()
     store.env["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # nobody listens there
+    code = store.folder / "code"
+    store.env["GPT2LAB_EXIT_CODE_FILE"] = str(code)
     fresh = store.run("x")
-    assert fresh.returncode == 2
+    assert (fresh.returncode, code.read_text()) == (2, "1\n"), "run_until_done.sh starts again"
     assert "cannot be read" in fresh.stderr
     assert not store.path("x").exists()
     launch.worked(store.run("a"))

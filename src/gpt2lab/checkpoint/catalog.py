@@ -174,6 +174,8 @@ def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | No
         try:
             valid = open_checkpoint(folder)
         except CheckpointError as error:
+            if isinstance(error.__cause__, PermissionError):  # nothing says that it is damaged
+                raise
             damaged[folder] = f"damaged checkpoint skipped: {error}"
             continue
         for bad in damaged if set_aside else ():

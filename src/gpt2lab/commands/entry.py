@@ -23,6 +23,7 @@ from gpt2lab.errors import (
     InUseError,
     OutOfMemoryError,
     SavedInterrupt,
+    UnreachableError,
     first_line,
     is_lost_peer,
     is_out_of_memory,
@@ -188,10 +189,12 @@ def _reject(error: GPT2LabError) -> int:
 def _tell_script(error: GPT2LabError) -> None:
     """Tell run_until_done.sh an exit code that torchrun hides, when no status.json can: the folder may be gone.
 
-    1 makes it start again. Only a folder in use says so: a rank with 1 may have a peer with a reason of its own.
+    1 makes it start again. Only a folder in use and a store that does not answer say so: a rank with 1 may have a peer
+    with a reason of its own.
     """
-    code = 1 if isinstance(error, InUseError) else error.exit_code
-    if (code != 1 or isinstance(error, InUseError)) and (path := os.environ.get(_CODE_FILE)):
+    may_pass = isinstance(error, InUseError | UnreachableError)
+    code = 1 if may_pass else error.exit_code
+    if (code != 1 or may_pass) and (path := os.environ.get(_CODE_FILE)):
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{code}\n")
 

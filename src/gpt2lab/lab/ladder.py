@@ -99,6 +99,10 @@ def _train_branches(
                 flags = (f"--stop_after_steps={step}",)
                 legs.append(dataclasses.replace(trunk, flags=flags))
         run_all(legs, jobs=jobs, machine=machine, may_stop=True)
+        for run, trunk, step in filter(None, stage):
+            if not ((trunk.folder / folder_name(step)).exists() or has_checkpoints(run.folder)):
+                said = f"{trunk.name} stopped before step {step}; start again to continue"
+                raise CheckError(said)
         run_all(branches, jobs=jobs, machine=machine)
 
 

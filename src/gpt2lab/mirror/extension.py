@@ -20,7 +20,14 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
-from gpt2lab.errors import CheckpointError, ConfigError, FolderLostError, GPT2LabError, first_line
+from gpt2lab.errors import (
+    CheckpointError,
+    ConfigError,
+    FolderLostError,
+    GPT2LabError,
+    UnreachableError,
+    first_line,
+)
 from gpt2lab.files import read_regular, replace_durably
 from gpt2lab.mirror.storage import Copy, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
@@ -222,7 +229,7 @@ def fetch_newer(
             raise
         said = f"{mirror.url} cannot be read ({type(error).__name__}: {first_line(error)})"
         if newest is None:
-            raise CheckpointError(
+            raise UnreachableError(
                 f"{said}, and {run_dir} has no checkpoint; try again, or start without --resume"
             ) from error
         return [f"{said}; the run continues from its own step {newest.step}"]
@@ -264,7 +271,7 @@ def fetch_on_this_machine(start: Start) -> None:
     except Exception as error:
         if chosen.path.exists() and read_manifest(chosen.path) == chosen.manifest:
             return  # a shared disk, late
-        raise CheckpointError(
+        raise UnreachableError(
             f"{mirror.url}: {type(error).__name__}: {first_line(error)}"
         ) from error
     raise CheckpointError(

@@ -19,7 +19,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, SystemConfig
 from gpt2lab.distributed.processor import unseen_gpus
-from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, hardware, measuring
 from gpt2lab.planner.estimate import (
     MEMORY_TARGET,
@@ -30,7 +30,7 @@ from gpt2lab.planner.estimate import (
     estimate,
     longest_that_fits,
 )
-from gpt2lab.planner.hardware import Gpu, Hardware
+from gpt2lab.planner.hardware import Gpu, Hardware, NoSourceError
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named, total_memory
 from gpt2lab.planner.memory import Dtype

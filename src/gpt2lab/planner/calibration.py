@@ -21,9 +21,8 @@ from gpt2lab import files
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
 from gpt2lab.distributed import processor
-from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import machine, timing
-from gpt2lab.planner.hardware import Gpu, Hardware
+from gpt2lab.planner.hardware import Gpu, Hardware, NoSourceError
 from gpt2lab.planner.job import Job, ranks_and_micro_batch
 from gpt2lab.planner.machine import DetectedHardware, Machine
 from gpt2lab.planner.timing import MeasuredStep, Rates, fit_rates, work

@@ -23,7 +23,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.derived import MANY_EPOCHS
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
-from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import POSITIVE, SIZE, STRING, mismatch, or_null, parse_json
 
 SHIPPED = Path(__file__).with_name("hardware.json")
@@ -34,6 +34,12 @@ _PROFILE = {
     **{"about": STRING, "context_length": or_null(SIZE)},
     **dict.fromkeys(("memory_target", "tokens_per_parameter", "eval_interval"), POSITIVE),
 }
+
+
+class NoSourceError(GPT2LabError):
+    """A forecast has no basis: no run, no known hardware, no measurement."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, override, to_flat
 from gpt2lab.config.settings_file import write_file
 from gpt2lab.data.manifest import MANIFEST
-from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, machine
 from gpt2lab.planner.estimate import MEMORY_TARGET
+from gpt2lab.planner.hardware import NoSourceError
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.planner.request import MAX_BATCH, EstimateRequest, Predictor

@@ -30,11 +30,11 @@ from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import Mixture, open_sources, training_order
 from gpt2lab.data.order import Order
 from gpt2lab.distributed.processor import unseen_gpus
-from gpt2lab.errors import ConfigError, NoSourceError, raise_problems
+from gpt2lab.errors import ConfigError, raise_problems
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
-from gpt2lab.planner.hardware import Hardware, find_profile
+from gpt2lab.planner.hardware import Hardware, NoSourceError, find_profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import DetectedHardware, Machine, detect_hardware, named

@@ -236,6 +236,14 @@ def test_the_only_checkpoint_left_must_be_sound_before_others_go_and_no_link(fol
     assert catalog.newest_valid(folder.parent, set_aside=False)[0].step == 2  # type: ignore[union-attr]
 
 
+def test_a_checkpoint_that_may_not_be_read_is_an_error_and_not_set_aside(folder, monkeypatch):
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(manifest, "open_regular", denied)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        catalog.newest_valid(folder.parent, set_aside=True)
+    assert folder.exists()
+
+
 def test_retention_never_removes_what_is_labelled_foreign_or_unreadable(run):
     run.train("--max_steps=12", "--stop_after_steps=8")
     for _ in range(2):  # set again by a resume, it is not the one before itself

@@ -266,10 +266,19 @@ def test_trunks_train_0_58_of_the_tokens_of_separate_runs(longer, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_a_branch_of_a_trunk_has_the_bits_of_a_run_of_its_own(longer, tmp_path, started, capsys):
+def test_a_branch_of_a_trunk_has_the_bits_of_a_run_of_its_own(
+    longer, tmp_path, started, monkeypatch
+):
     text = longer.read_text().replace("seeds = [1, 2, 3]", "seeds = [1]")
     longer.write_text(text.replace("2560, 5120]", "2560]") + "check = []")
     words = [str(longer), f"--out={tmp_path}", "--trunks"]
+    with (
+        monkeypatch.context() as job,
+        pytest.raises(CheckError, match="K_seed1 stopped before ste"),
+    ):
+        job.setenv("SLURM_JOB_END_TIME", "1")
+        ladder.main(["run", *words])
+    started.clear()
     assert ladder.main(["run", *words]) == 0
     lengths = ("2.56K", "640", "2.56K", "1.28K", "2.56K")
     assert started == [f"{size}-{n}_seed1" for n in lengths for size in "abc"]

@@ -20,7 +20,7 @@ from fsspec.spec import AbstractBufferedFile
 
 import launch
 from gpt2lab.checkpoint import catalog, manifest
-from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.errors import CheckpointError, ConfigError, UnreachableError
 from gpt2lab.mirror.extension import fetch_newer
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name
 from gpt2lab.runs.overview import describe_mirror
@@ -125,7 +125,9 @@ def test_a_download_that_hangs_is_given_up(run_dir, fresh, monkeypatch, bucket):
     copy_to(mirror, folder)
     monkeypatch.setattr(LocalFileOpener, "read", wait)
     monkeypatch.setattr("gpt2lab.mirror.storage.ANSWER_SECONDS", 0.2)
-    with pytest.raises(CheckpointError, match=r"no answer in .*no checkpoint; try again, or start"):
+    with pytest.raises(
+        UnreachableError, match=r"no answer in .*no checkpoint; try again, or start"
+    ):
         fetch_newer(url, fresh, None, tell=print)
     free.set()
     assert [path.name for path in fresh.iterdir()] == ["run.lock"]

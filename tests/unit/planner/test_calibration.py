@@ -9,11 +9,11 @@ import pytest
 from forecasting import KNOWN, on, record
 from gpt2lab.config.presets import preset
 from gpt2lab.config.settings import override
-from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
 from gpt2lab.planner import calibration, measuring, request, timing
 from gpt2lab.planner.calibration import this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
+from gpt2lab.planner.hardware import NoSourceError
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
 from gpt2lab.planner.request import EstimateRequest, Predictor

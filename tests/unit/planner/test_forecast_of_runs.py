@@ -15,9 +15,10 @@ from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.config.settings import LEAVES, override, to_flat
 from gpt2lab.distributed import processor
-from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, measuring
 from gpt2lab.planner.auto import TrainingPlanner, steps_in_window
+from gpt2lab.planner.hardware import NoSourceError
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware
 from gpt2lab.runs import history

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from gpt2lab.data.prepare.groups import File, Share
-from gpt2lab.errors import DataError, SourceLostError, is_out_of_memory
+from gpt2lab.errors import DataError, is_out_of_memory
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
@@ -34,6 +34,10 @@ class Document:
 
     blocks: Iterable[str]
     where: str  # file and record, for messages
+
+
+class SourceLostError(DataError):
+    """A source of text failed midway (mostly the network); what was prepared so far is kept."""
 
 
 class BadRecordsError(DataError):
