@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpt2lab
 import launch
@@ -80,6 +81,7 @@ def test_a_run_of_the_api_is_a_run_of_the_command_line(run, tmp_path):
     found = gpt2lab.train(settings, run_name="longer", max_tokens=tokens)
     assert [event["step"] for event in found.metrics()] == [1, 2, 3]
     assert (found.config["max_steps"], found.config["max_tokens"]) == (None, tokens)
+    assert gpt2lab.train(resume=found.folder / "step_00000003") == found
 
 
 def test_training_leaves_no_thread_and_needs_the_main_one(run):
@@ -91,7 +93,9 @@ def test_training_leaves_no_thread_and_needs_the_main_one(run):
     ):
         another.submit(gpt2lab.train, settings, run_name="b").result()
     before = set(threading.enumerate())
+    torch.set_deterministic_debug_mode("warn")
     gpt2lab.train(settings, run_name="c")
+    assert torch.get_deterministic_debug_mode() == 1, "the caller's"
     gc.collect()
     assert "shard verifier" not in [one.name for one in set(threading.enumerate()) - before]
 
@@ -109,6 +113,7 @@ def test_a_model_takes_one_text_that_fits(run, monkeypatch):
 
     monkeypatch.setattr(model, "_encode", encode_after_another)
     assert model.generate("a", max_new_tokens=5) == alone
+    model.logits("a").mul_(0.5)
     long = "word " * (model.config.context_length + 1)
     with pytest.raises(ConfigError, match="top_k 'a' is not a whole number"):
         model.generate("a", top_k="a")  # type: ignore[arg-type]
@@ -141,6 +146,7 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
         (lambda: gpt2lab.load("x", device="gpu"), "device 'gpu' is not"),  # type: ignore[arg-type]
         (lambda: gpt2lab.open_run("x", checkpoint_dir=5), "5 is no path"),  # type: ignore[arg-type]
         (lambda: gpt2lab.open_run("none", checkpoint_dir=tmp_path), "no run of this name"),
+        (lambda: gpt2lab.open_run(tmp_path), "without a log or checkpoints is no run"),
     ):
         with pytest.raises(ConfigError, match=says):
             call()

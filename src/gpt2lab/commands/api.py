@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +19,7 @@ from gpt2lab.config.settings_file import make_request, read_file, read_values
 from gpt2lab.errors import ConfigError, raise_problems
 from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
 from gpt2lab.runs import history
-from gpt2lab.runs.target import find_run
+from gpt2lab.runs.target import find_run, is_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +72,7 @@ class LanguageModel:
         import torch
 
         ids = self._some_ids(text, "logits")
-        with torch.inference_mode(), self._completer.strategy.autocast():
+        with torch.no_grad(), self._completer.strategy.autocast():
             scores = self.module(torch.tensor([ids], device=self._device))[0]
         return scores[:, : self.config.id_limit].float()
 
@@ -114,15 +117,25 @@ def load(
     from gpt2lab.commands.sample import Sample
 
     _check_flags(Sample, {"device": device, "dtype": dtype}, "load")
-    return LanguageModel(
-        Completer(
-            str(name),
-            checkpoint_dir=paths.runs_folder(_path(checkpoint_dir)),
-            device=device,
-            dtype=dtype,
-            style=SamplingParams(),
+    folder = paths.runs_folder(_path(checkpoint_dir))
+    with _keeping_kernels():
+        return LanguageModel(
+            Completer(
+                str(name), checkpoint_dir=folder, device=device, dtype=dtype, style=SamplingParams()
+            )
         )
-    )
+
+
+@contextlib.contextmanager
+def _keeping_kernels() -> Iterator[None]:
+    """Leave torch's choice of deterministic kernels, which is the whole process's, as the caller had it."""
+    torch = sys.modules.get("torch")
+    mode = torch.get_deterministic_debug_mode() if torch else 0
+    try:
+        yield
+    finally:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_deterministic_debug_mode(mode)
 
 
 # Of the events of `Run.metrics`.
@@ -169,7 +182,10 @@ def open_run(name: str | Path, *, checkpoint_dir: str | Path | None = None) -> R
 
     Raises: ConfigError if there is none.
     """
-    return Run(find_run(str(name), _path(checkpoint_dir)))
+    folder = find_run(str(name), _path(checkpoint_dir))
+    if not is_run(folder):
+        raise ConfigError(f"{name}: a folder without a log or checkpoints is no run")
+    return Run(folder)
 
 
 def prepare(source: str | Path, out: str | Path | None = None, **flags: Any) -> Path:
@@ -187,8 +203,8 @@ def prepare(source: str | Path, out: str | Path | None = None, **flags: Any) -> 
 def train(
     config: str | Path | dict[str, Any] | None = None,
     *,
-    resume: str | None = None,
-    branch_from: str | None = None,
+    resume: str | Path | None = None,
+    branch_from: str | Path | None = None,
     cooldown: str | None = None,
     allow_change: str | None = None,
     **settings: Any,
@@ -209,6 +225,8 @@ def train(
     from gpt2lab.commands.train import recipe_named, run
     from gpt2lab.planner.auto import TrainingPlanner
 
+    resume = str(resume) if isinstance(resume, Path) else resume
+    branch_from = str(branch_from) if isinstance(branch_from, Path) else branch_from
     how = {"resume": resume, "allow_change": allow_change}
     how |= {"branch_from": branch_from, "cooldown": cooldown}
     _check_flags(Actions, how, "train")
@@ -224,7 +242,8 @@ def train(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )
     request = as_branch(request, branch_from, cooldown)
-    run_dir = run(request, recipe_named(recipe), planner=TrainingPlanner())
+    with _keeping_kernels():
+        run_dir = run(request, recipe_named(recipe), planner=TrainingPlanner())
     assert run_dir is not None  # the only process
     return Run(run_dir)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.schema import RecipeName
-from gpt2lab.errors import ConfigError, raise_problems
+from gpt2lab.errors import CheckError, ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from gpt2lab.commands.command_line import Actions, TrainArguments
@@ -113,16 +114,37 @@ def run(
             print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain
 
-    pretrain(
-        request,
-        recipe=recipe,
-        extensions=surroundings,
-        planner=planner,
-        open_core=open_core,
-        start=start,
-        began=began,
-    )
+    try:
+        pretrain(
+            request,
+            recipe=recipe,
+            extensions=surroundings,
+            planner=planner,
+            open_core=open_core,
+            start=start,
+            began=began,
+        )
+    except RuntimeError as error:
+        _remove_unfinished_code(error)
+        raise
     return None if start is None else start.run_dir
+
+
+def _remove_unfinished_code(error: RuntimeError) -> None:
+    """Remove a library that a killed compiler left unfinished in the cache: each later start would meet it.
+
+    Raises: CheckError if it was that.
+    """
+    found = re.search(r"ImportError: (/\S+\.so): (file too short|.*ELF)", str(error))
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if found is None or folder is None or not Path(found[1]).is_relative_to(folder):
+        return
+    Path(found[1]).unlink(missing_ok=True)
+    said = CheckError(
+        f"{found[1]}: left unfinished by a compiler that was killed, now removed; start again"
+    )
+    said.is_local = True
+    raise said from error
 
 
 def _process_began() -> float:

@@ -69,8 +69,12 @@ def compile_step(model: GPT, trained: nn.Module, *, by_region: bool) -> None:
     `by_region`: embeddings, each block, and head with loss apart. All blocks share one compiled region.
     """
     from torch._dynamo import config as dynamo_config  # slow; evaluation compiles nothing
+    from torch._dynamo import reset, utils
     from torch._inductor import config as inductor_config
 
+    reset()  # dynamo compiles 8 shapes of a function in a process, and would run the ninth uncompiled
+    utils.counters.clear()
+    utils.cumulative_time_spent_ns.clear()
     # Inductor reads the environment only when it is imported: before a run is known.
     # Compiled GELUs of a CPU take half the time with tanh written as an exponential. It is off by default for its
     # relative error near 0, which 1 + tanh does not see.

@@ -77,6 +77,14 @@ def _die_within_the_answer(pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_script_that_prepares_is_not_run_again_by_its_workers(corpus, tmp_path):
+    call = f"gpt2lab.prepare({str(corpus)!r}, {str(tmp_path / 'out')!r}, num_workers=2)"
+    (tmp_path / "script.py").write_text(f"import gpt2lab\nprint('began', flush=True)\n{call}\n")
+    done = launch.worked(launch.python(tmp_path / "script.py"))
+    assert done.stdout.splitlines().count("began") == 1
+    assert (tmp_path / "out" / "shards.json").exists()
+
+
 def test_a_worker_killed_in_its_answer_ends_the_work_in_one_line(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "_work", _die_within_the_answer)
     with pytest.raises(DataError, match="a tokenizing process died"):

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import launch
@@ -47,7 +48,7 @@ def test_a_users_place_is_kept_and_a_read_only_home_no_error(home, monkeypatch):
 def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     """In the place that is ours, although torch has named another by the time that we look."""
     shape = ("--n_layer=1", "--n_embd=16", "--total_batch_size=64", "--max_steps=2", "--compile=on")
-    runs = [tiny_run(*shape, "--sample_freq=0") for _ in range(2)]
+    *runs, broken, again = [tiny_run(*shape, "--sample_freq=0") for _ in range(4)]
     for run in runs:
         launch.worked(launch.train(run.flags))
     [first], [second] = (run.events("compile") for run in runs)
@@ -55,6 +56,22 @@ def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     assert (first["from_cache"], second["from_cache"]) == (0, 2)
     assert first["compile_seconds"] > 0
     assert (Path(first["folder"]).parents[2], runs[0].bits()) == (home / ".cache", runs[1].bits())
+    library = next(Path(first["folder"]).rglob("*.so"))
+    os.truncate(library, 0)  # as a killed compiler leaves it
+    done = launch.train(broken.flags)
+    assert (done.returncode, library.exists()) == (1, False)
+    assert f"error: {library}: left unfinished by a compiler that was killed" in done.stderr
+    launch.worked(launch.train(again.flags))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("home")
+def test_each_run_of_a_process_is_compiled_and_counted_by_itself(tiny_run):
+    runs = [tiny_run("--n_layer=1", "--max_steps=2", f"--n_embd={width}") for width in (16, 32)]
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for run in runs:
+            run.train("--compile=on")
+    assert [run.events("compile")[0]["graphs"] for run in runs] == [2, 2]
 
 
 WORKER = launch.WORKERS / "count_compiles.py"

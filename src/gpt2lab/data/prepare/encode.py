@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import re
 import signal
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import ModuleType
 
 import numpy as np
 
@@ -127,7 +129,12 @@ class _Worker:
         context = get_context("spawn")  # a fork copies locks that threads of this process may hold
         self.pipe, far_end = context.Pipe()
         self.process = context.Process(target=_work, args=(far_end, tokenizer), daemon=True)
-        self.process.start()
+        # The child would first run a script that calls `gpt2lab.prepare` again.
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = main
         far_end.close()
 
     def encode(self, chunks: list[TextChunk]) -> EncodedChunks:
