@@ -13,7 +13,7 @@
 # The trainer reads SLURM_JOB_END_TIME and stops with a saved step before it. Should that not be set, the batch script
 # is told 120 s before the end (--signal, above), and passes it on. Either way the job puts itself back into the queue
 # until status.json says `completed`, or that the run was stopped for good (a STOP file, --stop_at, --stop_after_steps,
-# early stopping), or five starts in a row crashed without a new checkpoint (MAX_CRASHES).
+# early stopping), or five starts in a row ended without a new checkpoint (MAX_CRASHES).
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}" || exit
 
@@ -61,15 +61,16 @@ case "$state:${verdict:-none}" in
         [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && code=$(<"$GPT2LAB_EXIT_CODE_FILE")
         case "$code" in 0 | 2 | 75 | 76 | 126 | 127) exit "$code" ;; esac ;;
 esac
-if [[ $state != stopped && $state$asked != yes ]]; then
-    # Starts since the last checkpoint; a job that somebody submitted again gets as many of its own.
+if [[ $state$asked != yes ]]; then
+    # Starts since the last checkpoint (a stop before the first step saves none); a job that somebody submitted again
+    # gets as many of its own.
     starts=$MAX_CRASHES
     [[ -z $state ]] || starts=$(awk \
         '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' "${status%/*}/metrics.jsonl")
     if ((starts >= MAX_CRASHES && ${SLURM_RESTART_COUNT:-0} + 1 >= MAX_CRASHES)); then
         [[ ${verdict:-0} == 0 ]] || code=$verdict
-        echo "error: $starts crashes without a new checkpoint; the last exit code was $code" >&2
-        exit "$code"
+        echo "error: $starts starts without a new checkpoint; the last exit code was $code" >&2
+        exit "$((code ? code : 1))"
     fi
 fi
 if [[ -n ${SLURM_JOB_ID:-} ]]; then

@@ -115,6 +115,7 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
         *(("stopped", "stop_after_steps", False), ("stopped", "early stopping", False)),
         *(("stopped", "stop_at", False), ("failed", "a process died", True)),
         *(("failed", "without a new checkpoint", False), ("running", "", False)),
+        ("stopped", "SLURM_JOB_END_TIME", False),  # before the first step
     ],
 )
 def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, reason, goes_back):
@@ -130,7 +131,7 @@ def test_slurm_puts_back_no_job_that_was_stopped_for_good(run, tmp_path, state, 
         launch.write_program(tmp_path / name, f"#!/bin/sh\n{does}\n")
     environment = {"TORCHRUN": str(tmp_path / "torchrun"), "SLURM_JOB_ID": "7"}
     environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_RESTART_COUNT": "4"}
-    of_run = 0 if goes_back else ends
+    of_run = int(not goes_back and (ends or reason == "SLURM_JOB_END_TIME"))
     for word, nodes, code in (("-x", "1", of_run), ("--resume=2", "1", 2), ("-x", "2", 2)):
         environment["SLURM_NNODES"] = nodes
         process = run.run_command(["bash", SLURM, *run.argv(word)], **environment)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +67,7 @@ def test_the_entry_points_do_not_hide_the_functions():
 def test_a_run_of_the_api_is_a_run_of_the_command_line(run, tmp_path):
     run.train("--max_steps=4", "--eval_freq=2")
     settings = gpt2lab.open_run(run.path).config
-    found = gpt2lab.train(settings, run_name="b", log_freq=3)
+    found = gpt2lab.train(settings, run_name="b", log_freq=np.int64(3))
     assert found == gpt2lab.open_run("b", checkpoint_dir=tmp_path)
     assert (found.name, found.folder) == ("b", tmp_path / "b")
     assert launch.losses(found.folder) == launch.losses(run.path)
@@ -126,6 +127,7 @@ def test_a_model_takes_one_text_that_fits(run, monkeypatch):
 
 def test_what_an_api_call_cannot_mean_is_rejected(tmp_path):
     for call, says in (
+        (lambda: gpt2lab.train({1: 2}), "unknown setting 1"),
         (lambda: gpt2lab.train({"n_leyer": 2}), "unknown setting n_leyer: did you mean n_layer"),
         (lambda: gpt2lab.train(n_layer="two"), "n_layer 'two' is not a whole number"),
         (lambda: gpt2lab.train(max_lr=float("nan")), "max_lr nan is not a number"),

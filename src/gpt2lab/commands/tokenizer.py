@@ -25,7 +25,9 @@ _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
 class Train:
     """Learn a byte-level BPE, or the characters of a text."""
 
-    source: str = argument("python-stdlib | fineweb-edu | climbmix | hf:NAME | a file or folder")
+    source: str = argument(
+        "shakespeare | python-stdlib | fineweb-edu | climbmix | hf:NAME | a file or folder"
+    )
     out: Path = required("folder to create, or a .json file for tokenizer.json alone")
     vocab_size: int | None = option(
         None, "ids in all, <|endoftext|> and the 256 bytes among them; default 32768"

@@ -123,9 +123,18 @@ def read_values(
 
     Raises: ConfigError naming every one that cannot be used.
     """
-    plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
+    plain = _with_none({str(name): _plain(value) for name, value in values.items()})
     raise_problems(_problems(plain).values())
     return _of_recipe(as_recorded(_without_what_follows(plain, model)), recipe)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a program as a file has it: a path as text, a number of numpy as one of Python."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _without_what_follows(values: Mapping[str, Any], model: str | None) -> dict[str, Any]:
