@@ -5,18 +5,24 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import loopback
-from launch import REPOSITORY
+from gpt2lab.training.stop import Signals
+from launch import HANG_SECONDS, REPOSITORY, WORKERS, environment
 from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, parse, pretrain, write_shards
 from whole_run import LAST, Run
 
+Calls = list[tuple[str, Path]]
 MESSAGES = Path(__file__).with_name("golden") / "messages.json"
 # pytest's folder of a test
 TEMPORARY = re.compile(r"/[^\s']*/pytest-\d+/(?:popen-gw\d+/)?[^/\s:']+\d")
@@ -101,11 +107,9 @@ def tiny_run(tiny_data, tmp_path_factory) -> Callable[..., Run]:
 
 
 @pytest.fixture(scope="session")
-def straight(tiny_data, tmp_path_factory) -> Run:
+def straight(tiny_run) -> Run:
     """Return a run of 26 steps, into the second epoch; treat as read-only."""
-    run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
-    run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")
-    return run
+    return tiny_run(max_steps=LAST, eval_freq=4, checkpoint_freq=5, log_freq=10)
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +128,68 @@ def stopped_and_resumed(tiny_data, tmp_path_factory) -> Path:
 def run_dir(stopped_and_resumed, tmp_path) -> Path:
     """Return a copy of it to spoil."""
     return Path(shutil.copytree(stopped_and_resumed, tmp_path / "runs" / "r"))
+
+
+@pytest.fixture
+def counts_signals(monkeypatch) -> None:
+    """Let a raised signal be counted before the next line: a thread counts it, and a step takes milliseconds."""
+    raise_signal, count, counted = signal.raise_signal, Signals._count, threading.Event()
+
+    def count_and_tell(self: Signals, number: int) -> None:
+        count(self, number)
+        counted.set()
+
+    def raise_and_wait(number: int) -> None:
+        counted.clear()
+        raise_signal(number)
+        assert counted.wait(60)
+
+    monkeypatch.setattr(Signals, "_count", count_and_tell)
+    monkeypatch.setattr(signal, "raise_signal", raise_and_wait)
+
+
+@pytest.fixture
+def listen(monkeypatch) -> Callable[..., Calls]:
+    """Return a function that has flushes, renames and deletions of folders told before they happen, and noted."""
+
+    def begin(hear: Callable[[str, Path], None] = lambda name, path: None) -> Calls:
+        calls: Calls = []
+        real: dict[str, Callable[..., Any]] = {"fsync": os.fsync, "rename": os.rename}
+        real |= {"replace": os.replace, "rmtree": shutil.rmtree}
+
+        def told(name: str) -> Callable[..., Any]:
+            def call(what: Any, *more: Any, **options: Any) -> Any:
+                path = Path(os.readlink(f"/proc/self/fd/{what}") if name == "fsync" else what)
+                calls.append((name, Path(more[0]) if name in ("rename", "replace") else path))
+                hear(*calls[-1])
+                return real[name](what, *more, **options)
+
+            return call
+
+        for name in ("fsync", "rename", "replace"):
+            monkeypatch.setattr(os, name, told(name))
+        monkeypatch.setattr(shutil, "rmtree", told("rmtree"))
+        return calls
+
+    return begin
+
+
+@pytest.fixture
+def start_cluster() -> Iterator[Callable[..., tuple[str, int]]]:
+    """Start a Ray cluster with FAULT set; return its address and the process of its second node."""
+    started = []
+
+    def start(*before: str, fault: str) -> tuple[str, int]:
+        command = [sys.executable, str(WORKERS / "ray_cluster.py"), *before]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, text=True, env=environment(FAULT=fault), **pipes)
+        started.append(process)
+        address, node = (process.stdout.readline().strip() for _ in range(2))
+        return address, int(node)
+
+    yield start
+    for process in started:
+        process.communicate("", timeout=HANG_SECONDS)
 
 
 @pytest.fixture(scope="session", autouse=True)

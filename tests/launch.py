@@ -178,6 +178,11 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in all_events(run_dir) if event["event"] == kind]
 
 
+def last(run_dir: Path, kind: str) -> dict[str, Any]:
+    """Return the last complete line of one kind in metrics.jsonl."""
+    return events(run_dir, kind)[-1]
+
+
 def all_events(run_dir: Path) -> list[dict[str, Any]]:
     """Return all complete lines of metrics.jsonl without their checksums."""
     path = run_dir / "metrics.jsonl"

@@ -24,6 +24,13 @@ def is_local(host: object) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if event == "socket.connect":
         connection, address = args

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, free_port, program_before
+from harness import FaultRun, program_before
 
 import launch
+from loopback import free_port
 
 pytestmark = pytest.mark.fault
 

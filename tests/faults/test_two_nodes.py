@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun, free_port, program_before
+from harness import PACE, FaultRun, program_before
 
 import launch
+from loopback import free_port
 
 pytestmark = pytest.mark.fault
 

@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,6 @@ from tiny import TINY
 pytest.importorskip("ray", reason="needs: pip install 'gpt2lab[ray]'")
 pytestmark = pytest.mark.slow
 OF_TIME = ("seconds_to_loss", "seconds_ratio", "seconds", "step_seconds", "command")
-
-
-@pytest.fixture
-def start_cluster() -> Iterator[Callable[..., tuple[str, psutil.Process]]]:
-    """Start a cluster whose runs take their time; return its address and the process of its second node."""
-    started = []
-
-    def start(*before: str) -> tuple[str, psutil.Process]:
-        command = [sys.executable, str(launch.WORKERS / "ray_cluster.py"), *before]
-        env = {**os.environ, "FAULT": "step:sleep0.3@*"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen(command, text=True, env=env, stderr=subprocess.DEVNULL, **pipes)
-        started.append(process)
-        address, node = (process.stdout.readline().strip() for _ in range(2))
-        return address, psutil.Process(int(node))
-
-    yield start
-    for process in started:
-        process.communicate("", timeout=launch.HANG_SECONDS)
 
 
 def until(found: Callable[[], Any], ablation: subprocess.Popen[str]) -> Any:
@@ -84,7 +64,8 @@ def test_runs_of_a_node_that_dies_resume_elsewhere(start_cluster, tiny_data, tmp
         mount = f'mount -t tmpfs none {out} && exec "$@"'
         of_its_own = ["unshare", "--mount", "bash", "-c", mount, "node"]
         words.append(f"--checkpoint_mirror=file://{tmp_path / 'mirror'}")
-    address, node = start_cluster(*of_its_own)
+    address, second = start_cluster(*of_its_own, fault="step:sleep0.3@*")
+    node = psutil.Process(second)
     command = [*launch.words_of("ablate"), *words, f"--out={out}", f"--ray={address}"]
 
     def begin() -> subprocess.Popen[str]:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import SaveError
-from gpt2lab.training.stop import Signals
 from last_step import LAST, after_last_step, assert_complete, flags_of, straight_run
 from tiny import parse, pretrain
 
@@ -21,23 +18,6 @@ BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample", "average
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return straight_run(tmp_path_factory.mktemp("last"))
-
-
-@pytest.fixture
-def counts_signals(monkeypatch) -> None:
-    """Let a raised signal be counted before the next line: a thread counts it, and a sample takes milliseconds."""
-    raise_signal, count, counted = signal.raise_signal, Signals._count, threading.Event()
-
-    def count_and_tell(self: Signals, number: int) -> None:
-        count(self, number)
-        counted.set()
-
-    def raise_and_wait(number: int) -> None:
-        raise_signal(number)
-        assert counted.wait(60)
-
-    monkeypatch.setattr(Signals, "_count", count_and_tell)
-    monkeypatch.setattr(signal, "raise_signal", raise_and_wait)
 
 
 @pytest.mark.usefixtures("counts_signals")

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
+from launch import last
 from tiny import TINY, VOCAB, flip_bit, parse, pretrain, resolved, write_shards
 
 T, S, LAST = 16, 8, 24
@@ -72,10 +72,6 @@ def straight(data, tmp_path_factory) -> Path:
 
 def hashes(run_dir: Path) -> dict[int, str]:
     return {step: event["batch_hash"] for step, event in launch.steps(run_dir).items()}
-
-
-def last(run_dir: Path, kind: str) -> dict[str, Any]:
-    return launch.events(run_dir, kind)[-1]
 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 4), *launch.slow(((4, 1, 2),))])

@@ -5,7 +5,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.named import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
-from launch import ask, call, rejected
+from launch import ask, call, last, rejected
 from tiny import CONTEXT, flags_of, parse, pretrain, write_items
 from token_files import SPEECH, write_characters
 
@@ -83,10 +82,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     make("trained", folder)
     return folder
-
-
-def last(run: Path, kind: str) -> dict[str, Any]:
-    return launch.events(run, kind)[-1]
 
 
 def test_model_checkpoints_and_records_follow_the_tokenizer(made):

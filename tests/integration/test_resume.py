@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -169,17 +168,10 @@ def test_a_kill_inside_a_save_leaves_the_checkpoint_that_has_a_name(stage, newes
     assert not list(run.path.glob(".tmp-*")), "leftovers are swept at the next start"
 
 
-@pytest.fixture(scope="module")
-def stopped(tiny_run) -> Path:
-    """Return a run of 6 steps that stopped at 4 and holds steps 2 and 4; copy before use."""
-    return tiny_run(max_steps=6, checkpoint_freq=2, eval_freq=0, stop_after_steps=4).path
-
-
 @pytest.fixture
-def damaged(stopped, tiny_data, tmp_path) -> Run:
-    """Return a copy of it to damage."""
-    shutil.copytree(stopped, tmp_path / "runs" / "tiny")
-    return Run(tiny_data, tmp_path / "runs", max_steps=6)
+def damaged(tiny_run) -> Run:
+    """Return a run of 6 steps to damage, which stopped at 4 and holds steps 2 and 4."""
+    return tiny_run(max_steps=6, checkpoint_freq=2, eval_freq=0, stop_after_steps=4)
 
 
 def test_a_resume_past_a_damaged_checkpoint_says_so_and_goes_on(damaged, capsys):

@@ -31,13 +31,18 @@ def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight):
     assert done["seconds"] == pytest.approx(sum(event["step_seconds"] for event in steps))
 
 
-def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monkeypatch):
-    monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
-    run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0")
+@pytest.mark.parametrize(
+    ("place", "thread"), [("model.safetensors", "off"), ("before_rename", "on")]
+)
+def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(
+    place, thread, run, monkeypatch
+):
+    monkeypatch.setenv("FAULT", f"checkpoint.{place}:enospc@4")
+    more = f"--async_checkpoint={thread}"
+    run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", more)
     assert (list(run.losses()), list(run.checkpoints())) == ([1, 2, 3, 4, 5, 6], [2, 6])
-    (warning,) = [event for event in run.events("warning") if event["step"] == 4]
-    assert "checkpoint of step 4 not saved" in warning["message"]
-    assert "No space left" in warning["message"]
+    [warning] = [e["message"] for e in run.events("warning") if "not saved" in e["message"]]
+    assert warning.startswith("checkpoint of step 4 not saved: [Errno 28] No space left on device")
     assert [event["step"] for event in run.events("checkpoint")] == [2, 6]
     assert not list(run.path.glob(".*")), "nothing half-written is left"
 

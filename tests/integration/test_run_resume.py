@@ -13,9 +13,8 @@ from gpt2lab.checkpoint import manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
-from gpt2lab.training.resolve import resolve
 from plain_log import current_events, read_events
-from tiny import parse
+from tiny import resolved
 from whole_run import reseal
 
 
@@ -45,7 +44,7 @@ def test_changed_rate_is_rejected_until_allowed_and_then_recorded(run, tmp_path,
     argv = ["--model=gpt2-mini", "--resume=latest", "--run_name=tiny"]
     argv += [f"--checkpoint_dir={run.path.parent}"]
     with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
-        resolve(parse(argv), world_size=1, set_aside=False)
+        resolved(argv)
     assert run.listing() == before
     run.train("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     (resume,) = run.events("resume")

@@ -20,7 +20,9 @@ TENSORS = {layers: 4 + 12 * layers for layers in (2, 4)}  # of parameters
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    by_region = Case(2, 64, by_region=True, optimizer="normuon")
+    by_region = Case(
+        2, 64, by_region=True, optimizer="normuon"
+    )  # compiled as those of a deep model
     return report.generate("sm_90", [Case(2, 64, machine_code=True), Case(4, 64), by_region])
 
 
@@ -28,12 +30,6 @@ def cases() -> list[dict[str, Any]]:
 def counted(cases) -> list[dict[str, Any]]:
     """Return GPT-2 124M cut to two and four layers at micro-batch 64, on an H100."""
     return cases[:2]
-
-
-@pytest.fixture(scope="module")
-def by_region(cases) -> dict[str, Any]:
-    """Return two layers, compiled as those of a deep model, with NorMuon."""
-    return cases[2]
 
 
 def test_the_step_is_two_graphs_compiled_once(counted):
@@ -64,7 +60,8 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(counted):
     assert found["backward library calls"] == 2 * 12 * 4 + 12
 
 
-def test_a_step_in_regions_calls_one_block_for_each_layer(counted, by_region):
+def test_a_step_in_regions_calls_one_block_for_each_layer(cases):
+    *counted, by_region = cases
     assert [graph["is_backward"] for graph in by_region["graphs"]] == [False, True] * 3
     assert (by_region["graph_breaks"], by_region["recompiles"]) == (0, 0)
     calls = sorted(graph["calls"] for graph in by_region["graphs"])

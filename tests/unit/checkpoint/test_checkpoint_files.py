@@ -33,7 +33,7 @@ from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
 from gpt2lab.training import control
 from tiny import VOCAB, flip_bit
-from whole_run import Run, Usage, reseal
+from whole_run import Usage, reseal
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
 SEED = int(os.environ.get("SEED", "1337"))
@@ -41,11 +41,9 @@ RUN = ("--checkpoint_freq=2", "--eval_freq=0")
 
 
 @pytest.fixture(scope="module")
-def two(tiny_data, tmp_path_factory) -> Path:
+def two(tiny_run) -> Path:
     """Return a run with checkpoints of steps 2 and 4; copy before use."""
-    run = Run(tiny_data, tmp_path_factory.mktemp("two"), *RUN)
-    run.train("--max_steps=6", "--stop_after_steps=4")
-    return run.path
+    return tiny_run(*RUN, max_steps=6, stop_after_steps=4).path
 
 
 @pytest.fixture
@@ -270,30 +268,22 @@ def test_the_checkpoint_resumed_from_stays_until_two_newer_ones_exist(run):
     assert list(run.checkpoints()) == [8], "two newer ones: 6 (taken again) and 8"
 
 
-def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):
-    calls: list[str] = []
+def test_row_04_everything_is_on_the_disk_before_the_name_is(run, listen):
     logged: list[int] = []  # the last step in metrics.jsonl at each of its flushes
-    plain_fsync, plain_rename = os.fsync, os.rename
 
-    def fsync(descriptor: int) -> None:
-        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        if calls[-1] == "metrics.jsonl":
+    def hear(name: str, path: Path) -> None:
+        if (name, path.name) == ("fsync", "metrics.jsonl"):
             logged.append(max(run.losses()))
-        plain_fsync(descriptor)
 
-    def rename(source: Any, target: Any) -> None:
-        calls.append(f"rename to {Path(target).name}")
-        plain_rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    calls = listen(hear)
     run.train("--max_steps=4", "--stop_after_steps=2")
-    commit = calls.index("rename to step_00000002")
-    files = ["metrics.jsonl", "model.safetensors", "optim.safetensors", "state.json"]
-    assert calls[commit - 6 : commit - 1] == [*files, "manifest.json"]
-    assert logged[calls[:commit].count("metrics.jsonl") - 1] == 2, "with the step's own line"
-    assert calls[commit - 1].startswith(".tmp-00000002")
-    assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
+    commit = calls.index(("rename", run.path / "step_00000002"))
+    before = [f"{name} {path.name}" for name, path in calls[:commit]]
+    files = ("metrics.jsonl", "model.safetensors", "optim.safetensors", "state.json")
+    assert before[-6:-1] == [f"fsync {name}" for name in (*files, "manifest.json")]
+    assert logged[before.count("fsync metrics.jsonl") - 1] == 2, "with the step's own line"
+    assert before[-1].startswith("fsync .tmp-00000002")
+    assert calls[commit + 1] == ("fsync", run.path), "and then the folder that holds the new name"
 
 
 def test_an_interrupted_commit_leaves_nothing(tmp_path, monkeypatch):

@@ -6,10 +6,7 @@ tests/faults/power_cut.py and syscall_sweep.py found what each of these tests ho
 import errno
 import json
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,33 +19,6 @@ from plain_log import read_events
 from whole_run import Run
 
 RUN = ("--checkpoint_freq=2", "--eval_freq=0")
-Calls = list[tuple[str, Path]]
-
-
-@pytest.fixture
-def listen(monkeypatch) -> Callable[..., Calls]:
-    """Return a function that has flushes, renames and deletions of folders told before they happen, and noted."""
-
-    def begin(hear: Callable[[str, Path], None] = lambda name, path: None) -> Calls:
-        calls: Calls = []
-        real: dict[str, Callable[..., Any]] = {"fsync": os.fsync, "rename": os.rename}
-        real |= {"replace": os.replace, "rmtree": shutil.rmtree}
-
-        def told(name: str) -> Callable[..., Any]:
-            def call(what: Any, *more: Any, **options: Any) -> Any:
-                path = Path(os.readlink(f"/proc/self/fd/{what}") if name == "fsync" else what)
-                calls.append((name, Path(more[0]) if name in ("rename", "replace") else path))
-                hear(*calls[-1])
-                return real[name](what, *more, **options)
-
-            return call
-
-        for name in ("fsync", "rename", "replace"):
-            monkeypatch.setattr(os, name, told(name))
-        monkeypatch.setattr(shutil, "rmtree", told("rmtree"))
-        return calls
-
-    return begin
 
 
 def test_a_new_run_has_its_name_on_disk_before_its_first_checkpoint(tiny_data, tmp_path, listen):

@@ -30,8 +30,7 @@ from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, to_gpt2la
 from gpt2lab.model.counts import read_shapes
 from gpt2lab.runs import overview
 from gpt2lab.runs.target import find_target
-from gpt2lab.training.resolve import resolve
-from tiny import VOCAB, edit_json, parse
+from tiny import VOCAB, edit_json, resolved
 from whole_run import Run, reseal
 
 pytestmark = pytest.mark.timeout(300)  # what waits for a pipe waits for ever
@@ -40,11 +39,9 @@ RAW = "@raw@"  # what follows stands in the file as it is
 
 
 @pytest.fixture(scope="module")
-def two(tiny_data, tmp_path_factory) -> Run:
+def two(tiny_run) -> Run:
     """Return a run with checkpoints of steps 2 and 4 of 5; copy before use."""
-    run = Run(tiny_data, tmp_path_factory.mktemp("two"))
-    run.train("--max_steps=5", "--checkpoint_freq=2", "--eval_freq=2", "--stop_after_steps=4")
-    return run
+    return tiny_run(max_steps=5, checkpoint_freq=2, eval_freq=2, stop_after_steps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +261,7 @@ def test_sizes_are_compared_with_the_weights_before_a_model_is_built(hf, key, va
 def test_init_from_waits_for_no_pipe(hf, tiny_flags, name):
     pipe(hf / name)
     with pytest.raises(CheckpointError, match=r"^.*(not a file|neither a run).*$"):
-        resolve(parse([*tiny_flags, f"--init_from={hf}"]), world_size=1, set_aside=False)
+        resolved([*tiny_flags, f"--init_from={hf}"])
 
 
 def test_the_weights_end_where_their_header_says(tmp_path):

@@ -26,9 +26,8 @@ from gpt2lab.errors import GPT2LabError
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training import pretrain as pretraining
-from gpt2lab.training.resolve import resolve
 from launch import TRAIN
-from tiny import CONTEXT, TINY, VOCAB, parse, pretrain, write_shards
+from tiny import CONTEXT, TINY, VOCAB, parse, pretrain, resolved, write_shards
 from whole_run import facts_of
 
 # In a working directory with good data in `data`; the run would go to `runs/r`.
@@ -53,7 +52,7 @@ def write_shard(tokens: np.ndarray) -> None:
 
 def at_step_5(**changes: object) -> None:
     """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
-    start = resolve(parse(FLAGS), world_size=1, set_aside=False)
+    start = resolved(FLAGS)
     config = override(start.config, changes)
     weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
     facts = facts_of(5, config=to_flat(config), data_fingerprint=start.data.fingerprint)
@@ -178,9 +177,9 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name, place, w
 
 
 def test_the_flags_of_these_tests_are_good_ones(place):
-    assert resolve(parse(FLAGS), world_size=1, set_aside=False).plan.max_steps == 20
+    assert resolved(FLAGS).plan.max_steps == 20
     at_step_5()
-    resumed = resolve(parse([*FLAGS, "--resume=latest"]), world_size=1, set_aside=False)
+    resumed = resolved([*FLAGS, "--resume=latest"])
     assert (resumed.checkpoint.step, set(resumed.changes)) == (5, set())
     assert open_data(DATA, vocab_size=VOCAB).tokens("train") == 700
 
@@ -228,13 +227,13 @@ def test_a_rank_that_waits_for_others_says_where(monkeypatch):
 def test_a_name_that_is_not_plain_and_a_verb_without_effect_are_rejected(place):
     for name in ("a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"):
         with pytest.raises(GPT2LabError, match="plain folder name"):
-            resolve(parse([*NAMELESS, f"--run_name={name}"]), world_size=1, set_aside=False)
+            resolved([*NAMELESS, f"--run_name={name}"])
     for argv in (
         *(["--json"], ["--allow_change=max_lr"], ["--resume=auto", "--allow_change=bogus"]),
         ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
     ):
         with pytest.raises(GPT2LabError):
-            resolve(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
+            resolved([*FLAGS, *argv])
 
 
 def test_another_batch_needs_the_length_in_steps(tmp_path, tiny_data):

@@ -17,8 +17,7 @@ from gpt2lab.commands import preflight
 from gpt2lab.config.settings import override
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware
-from gpt2lab.training.resolve import resolve
-from tiny import flip_bit, parse
+from tiny import flip_bit, parse, resolved
 from whole_run import Run, Usage
 
 # note: no shards.json
@@ -129,7 +128,7 @@ def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(run, tmp_path,
     monkeypatch.setattr(processor, "build_of_torch", lambda: ("2.13.0", "12.8"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    start = resolve(parse(run.flags), world_size=1, set_aside=False)
+    start = resolved(run.flags)
     config = override(start.config, {"dtype": "bf16", "compile": "off"})  # as on such a machine
     runtime: Any = SimpleNamespace(device=torch.device("cuda"))
     check = preflight._memory(dataclasses.replace(start, config=config), runtime)

@@ -26,7 +26,6 @@ from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.resume_command import Job, ResumeCommand, plan_continuation, write
 from gpt2lab.errors import ConfigError, GPT2LabError
 from launch import REPOSITORY, call, write_program
-from whole_run import Run
 
 BASH = shutil.which("bash") or ""
 OUTPUTS = get_args(get_type_hints(ResumeCommand)["output"])
@@ -43,9 +42,8 @@ WORDS = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def found(tiny_data, tmp_path_factory) -> Job:
-    run = Run(tiny_data, tmp_path_factory.mktemp("run"))
-    run.train("--max_steps=2", "--checkpoint_freq=1")
+def found(tiny_run) -> Job:
+    run = tiny_run(max_steps=2, checkpoint_freq=1)
     _, job = plan_continuation(ResumeCommand(str(run.path)))
     return job
 

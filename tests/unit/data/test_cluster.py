@@ -2,11 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,17 +20,6 @@ FLAGS = ("--shard_tokens=4k", "--val_tokens=3k", "--group_bytes=40k")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    """Return the address of a cluster on which group 1 waits before it is finished."""
-    command = [sys.executable, str(launch.WORKERS / "ray_cluster.py")]
-    environment = {**os.environ, "FAULT": "data.before_group:sleep3@1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, text=True, env=environment, **pipes)
-    yield process.stdout.readline().strip()
-    process.communicate("", timeout=launch.HANG_SECONDS)
-
-
 def _kill_worker_of(staging: Path, killed: list[int]) -> None:
     """Kill the processes that are working on groups while group 1 is one of them, once."""
     while not list(staging.glob("groups/.group_00001.*")):
@@ -44,11 +30,12 @@ def _kill_worker_of(staging: Path, killed: list[int]) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(address, tmp_path):
+def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(start_cluster, tmp_path):
     works_with("ray", version("ray"), "data prepared on a cluster whose workers die")
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
     launch.worked(launch.call("prepare_data.py", source, f"--out={tmp_path / 'one'}", *FLAGS))
     assert len(snapshot(tmp_path / "one")) > 8
+    address, _ = start_cluster(fault="data.before_group:sleep3@1")
     killed: list[int] = []
     staging = tmp_path / "out.partial"
     threading.Thread(target=_kill_worker_of, args=(staging, killed), daemon=True).start()

@@ -27,11 +27,6 @@ TOKENIZERS: dict[str, Tokenizer] = {"bytes": BYTES, "characters": characters_of(
 TOKENIZERS |= {"trained": train_bpe(TEXT, 300), "70,000 ids": MANY}
 
 
-@pytest.fixture(params=TOKENIZERS)
-def tokenizer(request) -> Tokenizer:
-    return TOKENIZERS[request.param]
-
-
 @pytest.fixture
 def source(tmp_path) -> Path:
     return write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
@@ -46,6 +41,7 @@ def documents_of(data: TokenData, split: str) -> list[str]:
     return [data.tokenizer.decode(part[1:].tolist()) for part in parts[1:]]
 
 
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_every_document_is_there_in_its_own_ids(tokenizer, source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=tokenizer)
     data = open_data(tmp_path / "out", vocab_size=2**17)

@@ -24,9 +24,8 @@ from gpt2lab.model import attention_backend
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.loss import cross_entropy_sum
 from gpt2lab.training import device
-from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
-from tiny import parse
+from tiny import resolved
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(gpu, tiny_flags
         return "efficient"
 
     monkeypatch.setattr(attention_backend, "choose", choose)
-    start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
+    start = resolved(tiny_flags)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
     assert device.check_kernels(start, model, runtime) is start  # on a CPU
@@ -179,7 +178,7 @@ def test_a_compiled_run_records_its_loss_kernel(gpu, tiny_flags, monkeypatch, wa
     monkeypatch.setitem(sys.modules, "gpt2lab.model.loss_kernel", chosen)
     monkeypatch.setattr("gpt2lab.model.loss_kernel", chosen, raising=False)
     monkeypatch.setattr(attention_backend, "choose", lambda *args, **how: "efficient")
-    start = resolve(parse([*tiny_flags, "--compile=on"]), world_size=1, set_aside=False)
+    start = resolved([*tiny_flags, "--compile=on"])
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
     runtime.use(SystemConfig(device="cuda"))

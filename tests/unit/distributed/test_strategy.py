@@ -21,9 +21,8 @@ from gpt2lab.distributed.strategy import Strategy, apply_activation_checkpointin
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
-from gpt2lab.training.resolve import resolve
 from one_process import Operators
-from tiny import flags_for, parse
+from tiny import flags_for, resolved
 from whole_run import Run
 
 STEPS = 20
@@ -34,12 +33,13 @@ MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_siz
 PADDED = 4 * (count_parameters(MODEL) + MODEL.n_embd)  # bytes, with the embedding's 258th row
 HOW = {"vocab_size": 257, "max_steps": STEPS, "eval_freq": 10, "checkpoint_freq": 5}
 RUN = flags_for(**HOW)
+COMPILED = {"compile": "on", "activation_checkpointing": "selective", "parallel": "fsdp"}
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_run) -> Run:
-    """Return the run of one process."""
-    return tiny_run(**HOW)
+def alone(tiny_run) -> Callable[..., Run]:
+    """Return a function from further settings to the run of one process."""
+    return functools.cache(lambda **more: tiny_run(**HOW, **more))
 
 
 @pytest.fixture(scope="module")
@@ -65,28 +65,24 @@ def copied(run: Run, to: Run) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_train_as_one(mode, by_two, alone):
-    by_two(mode)[0].assert_same_curve(alone, STEPS)
-
-
-@pytest.fixture(scope="module")
-def speedrun(tiny_run) -> Run:
-    return tiny_run(**HOW, model="speedrun")
+    by_two(mode)[0].assert_same_curve(alone(), STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "how"),
+    ("model", "world", "how"),
     [
-        *((2, {"parallel": mode}) for mode in MODES),
-        (4, {}),
-        (1, {"activation_checkpointing": "block"}),
-        (1, {"activation_checkpointing": "selective"}),
-        (1, {"compile": "on"}),
+        *(("speedrun", 2, {"parallel": mode}) for mode in MODES),
+        ("speedrun", 4, {}),
+        ("speedrun", 1, {"activation_checkpointing": "block"}),
+        ("speedrun", 1, {"activation_checkpointing": "selective"}),
+        ("speedrun", 1, {"compile": "on"}),
+        ("gpt2", 2, COMPILED),
     ],
 )
-def test_speedrun_trains_alike_in_every_mode(world, how, speedrun, run):
-    run.train(world=world, model="speedrun", **how)
-    run.assert_same_curve(speedrun, STEPS)
+def test_a_model_trains_alike_in_every_mode(model, world, how, alone, run):
+    run.train(world=world, model=model, **how)
+    run.assert_same_curve(alone(model=model), STEPS)
 
 
 @pytest.mark.slow
@@ -151,7 +147,7 @@ def test_a_run_goes_on_in_the_other_precision_of_gathering_where_that_is_allowed
     assert values[0] == values[1]
     with pytest.raises(ConfigError, match="fsdp_param_dtype bf16 -> fp32"):
         words = [*run.flags, "--resume=5", "--fsdp_param_dtype=fp32"]
-        resolve(parse(words), world_size=2, set_aside=False)
+        resolved(words, world_size=2)
     back = {"fsdp_param_dtype": "fp32", "allow_change": "fsdp_param_dtype"}
     run.train("--resume=5", world=2, program=COUNTER, **back)
     assert [event["level"] for event in run.events("resume")] == ["changed"]
@@ -159,11 +155,10 @@ def test_a_run_goes_on_in_the_other_precision_of_gathering_where_that_is_allowed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
-def test_a_run_wanders_through_modes_and_worlds(optimizer, by_two, tiny_run, run, capsys):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
+def test_a_run_wanders_through_modes_and_worlds(optimizer, by_two, alone, run, capsys):
     """2 x ddp, 4 x fsdp, one process, 2 x zero1: owners of matrices change, and all that belongs to them goes along."""
     run.flags.append(f"--optimizer={optimizer}")
-    alone = tiny_run(**HOW, optimizer=optimizer)
     copied(by_two("ddp", optimizer)[0], run)
     fsdp = ("--parallel=fsdp", "--activation_checkpointing=block", "--mini_batch_size=1")
     run.train("--resume=5", *fsdp, "--stop_after_steps=10", world=4)
@@ -172,7 +167,7 @@ def test_a_run_wanders_through_modes_and_worlds(optimizer, by_two, tiny_run, run
     assert "parallel fsdp -> ddp" in said.out + said.err
     run.train("--resume=latest", "--parallel=zero1", world=2)
     assert [event["step"] for event in run.events("resume")] == [5, 10, 15]
-    run.assert_same_curve(alone, STEPS)
+    run.assert_same_curve(alone(optimizer=optimizer), STEPS)
 
 
 @pytest.mark.slow
@@ -202,13 +197,6 @@ def test_evaluation_hellaswag_and_samples_are_those_of_one_process(tiny_run, tmp
     texts = [[event["text"] for event in run.events("sample")] for run in (alone, fsdp)]
     assert texts[0]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_compiled_and_recomputing_processes_agree_with_a_plain_one(alone, run):
-    more = ("--compile=on", "--activation_checkpointing=selective", "--parallel=fsdp")
-    run.train(*more, world=2)
-    run.assert_same_curve(alone, STEPS)
 
 
 def test_a_message_is_as_large_as_its_limit_and_matrices_go_by_their_cost(monkeypatch):

@@ -43,11 +43,9 @@ class GPTConfig:
 
 
 @pytest.fixture(scope="module")
-def origin(tiny_data, tmp_path_factory) -> Run:
+def origin(tiny_run) -> Run:
     """Return a run of four steps; read only."""
-    run = Run(tiny_data, tmp_path_factory.mktemp("origin"), f"--max_steps={LAST}", "--eval_freq=0")
-    run.train(f"--stop_after_steps={DONE}")
-    return run
+    return tiny_run(max_steps=LAST, eval_freq=0, stop_after_steps=DONE)
 
 
 @pytest.fixture

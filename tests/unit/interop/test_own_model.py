@@ -34,10 +34,9 @@ from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.init_from import begin_from
-from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask, rejected, worked
 from one_process import disturbed
-from tiny import MODERN, edit_json, parse, pretrain
+from tiny import MODERN, edit_json, parse, pretrain, resolved
 
 CONTEXT, NEW = 64, 20
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 48, "context_length": CONTEXT, "vocab_size": 211}
@@ -208,7 +207,7 @@ def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder, tmp_path):
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     run = [f"--init_from={out}", f"--data_dir={folder / 'bpe'}", f"--checkpoint_dir={tmp_path}"]
-    start = resolve(parse([*run, "--max_steps=1"]), world_size=1, set_aside=False)
+    start = resolved([*run, "--max_steps=1"])
     assert {name: getattr(start.config.model, name) for name in OPTIONS} == OF_MODERN
     fresh = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     load_initial(find_target(str(out), tmp_path), fresh, Runtime())

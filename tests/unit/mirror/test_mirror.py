@@ -231,33 +231,22 @@ def test_an_upload_given_up_leaves_a_complete_copy_as_it_is(protocol, run_dir, m
     assert not mirror.fs.transaction.files, "nothing is kept in memory"
 
 
-def test_a_copy_in_a_folder_is_on_disk_before_its_manifest_has_a_name(run_dir, monkeypatch, bucket):
+def test_a_copy_in_a_folder_is_on_disk_before_its_manifest_has_a_name(run_dir, listen, bucket):
     """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
     mirror, folder = connect(f"file://{bucket}", "run"), commit(run_dir, 2)
-    done: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.replace
-
-    def note_flush(descriptor: int) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-        done.append(("flush", name[1:-9] if name.startswith(".") else name))
-        fsync(descriptor)
-
-    def note_rename(old: Path, new: str) -> None:
-        done.append(("rename", Path(new).name))
-        rename(old, new)
-
-    monkeypatch.setattr(os, "fsync", note_flush)
-    monkeypatch.setattr(os, "replace", note_rename)
+    calls = listen()
     copy_to(mirror, folder)
-    place = ("flush", copy_name(manifest.read_manifest(folder)))
-    names = ["of_run.json", "metrics.jsonl.gz", "model.safetensors", "state.json", "manifest.json"]
-    last = done.index(("rename", "of_run.json")) - 1
-    for name in names:
-        assert done.index(("flush", name)) < done.index(("rename", name))
-        assert last < done.index(("rename", name))
-        last = done.index(place, done.index(("rename", name)))
-    assert done.index(("flush", "run")) < done.index(("rename", "manifest.json"))
-    assert done.index(("flush", "bucket")) < done.index(("rename", "manifest.json"))
+    names = ((what, path.name) for what, path in calls)
+    done = [(what, name[1:-9] if name.startswith(".") else name) for what, name in names]
+    place = ("fsync", copy_name(manifest.read_manifest(folder)))
+    files = ["of_run.json", "metrics.jsonl.gz", "model.safetensors", "state.json", "manifest.json"]
+    last = done.index(("replace", "of_run.json")) - 1
+    for name in files:
+        assert done.index(("fsync", name)) < done.index(("replace", name))
+        assert last < done.index(("replace", name))
+        last = done.index(place, done.index(("replace", name)))
+    assert done.index(("fsync", "run")) < done.index(("replace", "manifest.json"))
+    assert done.index(("fsync", "bucket")) < done.index(("replace", "manifest.json"))
 
 
 def test_two_runs_of_one_name_do_not_mix(url, run_dir, tmp_path):

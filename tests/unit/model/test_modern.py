@@ -17,9 +17,8 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import options_of, read_settings
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import Attention, build_model, rotary_angles
-from gpt2lab.training.resolve import resolve
 from one_process import disturbed
-from tiny import MODERN, evaluated, parse
+from tiny import MODERN, evaluated, resolved
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)
@@ -147,12 +146,12 @@ def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(run, tiny_dat
     assert evaluated(run.name, run.parent).val_loss == launch.events(run, "eval")[-1]["val_loss"]
     with pytest.raises(ConfigError, match=r"another architecture: positions .*rotary -> learned"):
         resume = [f"--checkpoint_dir={run.parent}", "--resume=latest", "--positions=learned"]
-        resolve(parse(resume), world_size=1, set_aside=False)
+        resolved(resume)
     fresh = [f"--init_from={run}", f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}"]
-    config = resolve(parse([*fresh, "--max_steps=2"]), world_size=1, set_aside=False).config
+    config = resolved([*fresh, "--max_steps=2"]).config
     assert options_of(config.model) == options_of(preset(config.model.model).model) != ""
     with pytest.raises(ConfigError, match="norm layernorm does not fit"):
-        resolve(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
+        resolved([*fresh, "--norm=layernorm"])
 
 
 def test_settings_saved_before_there_were_options_mean_gpt2(run):

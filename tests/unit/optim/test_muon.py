@@ -178,18 +178,6 @@ def straight(tiny_run) -> Run:
     return tiny_run(**HOW)
 
 
-@pytest.fixture
-def run(tiny_run) -> Run:
-    return tiny_run(*flags_for(**HOW))
-
-
-@pytest.mark.slow
-def test_two_processes_learn_the_same_and_one_goes_on(straight, run):
-    run.train("--stop_after_steps=6", world=2)
-    run.train("--resume=latest")
-    run.assert_same_curve(straight, 12)
-
-
 def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight):
     path = straight.path / "step_00000012" / "optim.safetensors"
     tensors = safetensors.torch.load_file(path)
@@ -208,7 +196,8 @@ def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight):
     assert checkpoint_bytes(plain) - total == 4 * 12 * 2 * 32**2
 
 
-def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(straight, run):
+def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(straight, tiny_run):
+    run = tiny_run(*flags_for(**HOW))
     run.train("--stop_after_steps=6")
     other = ("--optimizer=adamw", "--resume=latest", "--stop_after_steps=12")
     assert "optimizer muon -> adamw" in str(run.rejected(*other))

@@ -29,9 +29,7 @@ from whole_run import SCALARS
 
 def open_tensorboard(run_dir: Path) -> EventAccumulator:
     everything = {"histograms": 0, "scalars": 0, "tensors": 0}
-    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
-    accumulator.Reload()
-    return accumulator
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything).Reload()
 
 
 def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path):
@@ -132,8 +130,7 @@ def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path):
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return {tag: its (step, value)}; of texts, the steps."""
-    read = EventAccumulator(str(folder))
-    read.Reload()
+    read = EventAccumulator(str(folder)).Reload()
     tags = read.Tags()
     found = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in tags["scalars"]}
     found |= {tag: [(e.step, 0.0) for e in read.Tensors(tag)] for tag in tags["tensors"]}
@@ -163,8 +160,7 @@ def test_steps_taken_again_are_replaced_and_the_mirror_rebuilt_point_for_point(r
     assert "tensorboard: 11 events" in ask("runs rebuild-tensorboard", "tiny", folder=tmp_path)
     assert points(run_dir / "tensorboard") == own
     (file,) = (run_dir / "tensorboard").iterdir()
-    read = EventAccumulator(str(file))
-    read.Reload()
+    read = EventAccumulator(str(file)).Reload()
     times = [event["time"] for event in steps(run_dir).values()]
     assert [e.wall_time for e in read.Scalars("Loss/train")] == times
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,12 +11,7 @@ from pathlib import Path
 import psutil
 
 from launch import HANG_SECONDS, rejected, script, worked
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+from loopback import free_port
 
 
 def show(folder: Path, *words: object) -> tuple[int, str, str]:

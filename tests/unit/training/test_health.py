@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,39 +11,17 @@ import pytest
 import safetensors.torch
 import torch
 
-import gpt2lab.training.steps
 import launch
 from gpt2lab.checkpoint import store as state_module
 from gpt2lab.checkpoint.store import NOT_FINITE, TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DriftError, NonFiniteError
 from gpt2lab.files import JsonFile
-from gpt2lab.model.gpt import GPT
 from gpt2lab.training import health
-from gpt2lab.training.resolve import resolve
-from tiny import parse, write_shards
-from whole_run import Run
+from tiny import resolved, write_shards
+from whole_run import Run, S
 
-S = 8  # windows a step
 RUN = ("--checkpoint_freq=1", "--eval_freq=0", "--keep_checkpoints=99")
-
-
-@pytest.fixture
-def spoil(monkeypatch) -> Callable[..., None]:
-    """Return a function that multiplies the loss of the batches beginning at some samples."""
-
-    def spoil(factor: float, *steps: int) -> None:
-        spoilt = {S * (step - 1) for step in steps}
-        plain_step, plain_forward, now = gpt2lab.training.steps.train_step, GPT.forward, [1.0]
-
-        def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            now[0] = factor if batch.first_sample in spoilt else 1.0
-            return plain_step(model, optimizers, batch, *args, **kwargs)
-
-        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
-        monkeypatch.setattr(GPT, "forward", lambda self, *a: plain_forward(self, *a) * now[0])
-
-    return spoil
 
 
 @pytest.fixture
@@ -57,7 +34,7 @@ def soon(monkeypatch) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
-    spoil(bad, 5)
+    spoil(5, factor=bad)
     run.train("--max_steps=8")
     assert run.hashes(5) == run.hashes(4) != run.hashes(6)
     event = run.events("step")[4]
@@ -72,7 +49,7 @@ def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(bad, run, spoil):
 
 
 def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
-    spoil(math.nan, 2, 4, 5, 6, 7)
+    spoil(2, 4, 5, 6, 7)
     assert "4 updates in a row" in str(run.rejected("--max_steps=20", kind=NonFiniteError))
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
     newest = max(run.checkpoints())
@@ -81,7 +58,7 @@ def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(run, spoil):
 
 
 def test_the_row_of_bad_gradients_is_counted_across_a_resume(run, spoil):
-    spoil(math.nan, 1, 4, 5, 6, 7)
+    spoil(1, 4, 5, 6, 7)
     run.train("--max_steps=20", "--stop_after_steps=1")
     run.train("--max_steps=20", "--stop_after_steps=5", "--resume=latest")
     updated = [event["updated"] for event in run.events("step")]
@@ -104,7 +81,7 @@ def test_weights_that_are_not_finite_are_never_saved(freq, fault, run, monkeypat
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("more", [(), ("--on_spike=skip",)])
 def test_a_spike_is_told_and_can_be_skipped(more, run, spoil):
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     run.train("--max_steps=14", *more)
     [warning] = [e for e in run.events("warning") if "spike" in e["message"]]
     assert "step 12" in warning["message"]
@@ -116,7 +93,7 @@ def test_a_spike_is_told_and_can_be_skipped(more, run, spoil):
 
 @pytest.mark.usefixtures("soon")
 def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, tiny_data, tmp_path):
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     flags = ("--max_steps=24", "--on_spike=rewind")
     run.train(*flags)
     [event] = run.events("rewind")
@@ -126,7 +103,7 @@ def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, ti
     assert state["samples"] == 24 * S + 24
     seconds = [event["step_seconds"] for event in run.events("step")]
     assert state["train_seconds"] == pytest.approx(sum(seconds)), "also of what was given up"
-    again = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
+    again = resolved([*run.flags, *flags, "--resume=latest"])
     assert again.end_sample == 24 * S + 24
     assert state["skipped"] == [{"step": 12, "reason": "rewind", "samples": [72, 96]}]
     assert len(list(run.path.glob("superseded-*/step_*"))) == 2
@@ -147,7 +124,7 @@ def test_a_rewind_leaves_the_data_out_and_is_repeated_and_resumed(run, spoil, ti
 def test_a_second_rewind_to_before_the_first_remembers_it_unless_it_is_one_too_many(
     run, spoil, tiny_data, tmp_path, monkeypatch
 ):
-    spoil(50.0, 12, 14)
+    spoil(12, 14, factor=50.0)
     flags = ("--max_steps=12", "--on_spike=rewind")
     run.train(*flags)
     monkeypatch.setattr(health, "MOST_REWINDS", 1)
@@ -164,7 +141,7 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
     flags = ("--max_steps=16", "--on_spike=rewind")
     run.train(*flags, "--stop_after_steps=10")
     first = 0 if change == "data" else 10
-    spoil(50.0, first + 2)
+    spoil(first + 2, factor=50.0)
     run.train(*flags, *values, f"--allow_change={change},max_lr", "--resume=latest")
     [event] = run.events("rewind")
     assert (event["step"], event["samples"]) == (11, [S * (first + 1), S * (first + 2)])
@@ -176,7 +153,7 @@ def test_a_rewind_goes_back_to_no_other_optimizer_or_data(run, spoil, tmp_path, 
 def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_again(
     run, spoil, tiny_data, tmp_path, monkeypatch
 ):
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     flags = ("--max_steps=13", "--on_spike=rewind", "--eval_freq=1")
     change = ("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     whole = Run(tiny_data, tmp_path / "whole", *RUN)
@@ -187,7 +164,7 @@ def test_a_kill_after_a_rewind_says_that_the_change_before_it_must_be_given_agai
         patched.setenv("FAULT", "step:raise@10")
         run.train(*flags, *change)
     assert run.labels()["best"] == "step_00000009"
-    told = resolve(parse([*run.flags, *flags, "--resume=latest"]), world_size=1, set_aside=False)
+    told = resolved([*run.flags, *flags, "--resume=latest"])
     lost = "step 9 was saved before max_lr 0.0006 -> 0.001, min_lr 6e-05 -> 0.0001: this start"
     assert lost in " ".join(told.warnings)
     run.train(*flags, *change)
@@ -216,7 +193,7 @@ def test_a_rewind_keeps_a_best_of_its_windows(
     flags = (*flags, f"--keep_checkpoints={keep}")
     run.train(*flags, "--stop_after_steps=11")
     losses.update({10: 6.0, 11: 6.0, 12: loss})
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     monkeypatch.setenv("FAULT", fault)
     run.train(*flags, "--resume=latest", "--async_checkpoint=off", *more)
     assert [event["step"] for event in run.events("rewind")] == [9]
@@ -226,7 +203,7 @@ def test_a_rewind_keeps_a_best_of_its_windows(
 @pytest.mark.usefixtures("soon")
 def test_a_rewind_without_a_checkpoint_skips(tiny_data, tmp_path, spoil):
     run = Run(tiny_data, tmp_path, "--checkpoint_freq=0", "--eval_freq=0")
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     run.train("--max_steps=14", "--on_spike=rewind")
     assert run.events("rewind") == []
     assert run.events("step")[11]["updated"] is False
@@ -322,10 +299,10 @@ def test_drift_names_the_parameter_and_the_processes(monkeypatch):
 @pytest.mark.usefixtures("soon")
 def test_rewound_and_skipped_steps_replay_as_they_went(run, spoil):
     """Step 10 follows step 9, but not its samples; step 14, of the samples from 128 on, is skipped."""
-    spoil(50.0, 12)
+    spoil(12, factor=50.0)
     run.train("--max_steps=13", "--on_spike=rewind")
     assert run.events("rewind")
-    spoil(math.inf, 17)
+    spoil(17, factor=math.inf)
     run.train("--max_steps=16", "--resume=latest", "--allow_change=max_steps")
     assert [e["updated"] for e in run.events("step", attempt=2)] == [False, True, True]
     for steps in ("10:13", "14:16"):

@@ -6,7 +6,6 @@ hangs is one whose marks do not pass.
 
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -19,58 +18,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2lab.training.control
-import gpt2lab.training.steps
 import launch
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import DeviceMark, Numbers, Strategy
 from gpt2lab.errors import GPT2LabError, NonFiniteError
-from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import AdamW, build_optimizers, reject_on_device
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.saver import Saver
-from gpt2lab.training.stop import Signals
 from gpt2lab.training.trainer import Trainer
 from plain_log import read_events
 from whole_run import Run
 
-S = 8  # windows a step
 TIMES = {
     *("time", "seconds", "step_seconds", "tokens_per_second", "data_wait_seconds", "cpu_seconds"),
     *("stall_seconds", "peak_memory_bytes", "elapsed_seconds", "remaining_seconds", "created"),
     *("path", "on_track", "checkpoint", "bytes"),
 }
-OnStep = Callable[[int], None]
-
-
-@pytest.fixture
-def on_steps(monkeypatch) -> Callable[[OnStep], None]:
-    """Return a function that has something called with each step's number before the step is launched."""
-    plain = gpt2lab.training.steps.train_step
-
-    def hook(act: OnStep) -> None:
-        def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            act(batch.first_sample // S + 1)
-            return plain(model, optimizers, batch, *args, **kwargs)
-
-        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
-
-    return hook
-
-
-@pytest.fixture
-def spoil(monkeypatch) -> Callable[..., OnStep]:
-    """Return a function that makes what multiplies the loss of some steps by `factor`."""
-    plain, now = GPT.forward, [1.0]
-    monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * now[0])
-
-    def spoil(*steps: int, factor: float = math.nan) -> OnStep:
-        def act(number: int) -> None:
-            now[0] = factor if number in steps else 1.0
-
-        return act
-
-    return spoil
 
 
 class Both:
@@ -114,32 +78,18 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture
-def terminate(monkeypatch) -> Callable[[], None]:
-    """Return a function that sends SIGTERM to this process and waits until the request is counted."""
-    heard, plain = threading.Event(), Signals._count
-    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
-
-    def send() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.wait(60)
-        heard.clear()
-
-    return send
-
-
-@pytest.fixture
 def both(tiny_data, tmp_path, monkeypatch) -> Both:
     monkeypatch.setattr(gpt2lab.training.control, "_LOOK_EVERY", 0.0)
     return Both(tiny_data, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), *launch.slow(("fp16", 1e30))])
-def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil, dtype, factor):
+def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, spoil, dtype, factor):
     """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
 
     NorMuon trains the blocks' matrices, AdamW the rest. In fp16 each such gradient halves the loss scale.
     """
-    on_steps(spoil(1, 6, 10, 11, 17, factor=factor))
+    spoil(1, 6, 10, 11, 17, factor=factor)
     flags = ("--max_steps=26", "--eval_freq=8", "--checkpoint_freq=5", "--epoch_checkpoints=on")
     flags = (*flags, "--optimizer=normuon", f"--dtype={dtype}")
     both.train(*flags, "--stop_after_steps=13")
@@ -162,13 +112,14 @@ def test_four_bad_updates_in_a_row_end_it_at_the_same_step(both, on_steps, spoil
     assert launched == [*range(1, 9)] * 2, "nothing is launched after the fourth"
 
 
-def test_requests_save_and_stop_at_the_same_step(both, on_steps, terminate):
+@pytest.mark.usefixtures("counts_signals")
+def test_requests_save_and_stop_at_the_same_step(both, on_steps):
     def prepare(run: Run) -> None:
         def act(number: int) -> None:
             if number in (4, 12):
                 (run.path / ("SAVE" if number == 4 else "STOP")).touch()
             if number == 7:
-                terminate()
+                signal.raise_signal(signal.SIGTERM)
 
         on_steps(act)
 
@@ -181,7 +132,8 @@ def test_requests_save_and_stop_at_the_same_step(both, on_steps, terminate):
     assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
 
 
-def test_pipelined_steps_change_only_when_a_save_ends(both, on_steps, terminate, monkeypatch):
+@pytest.mark.usefixtures("counts_signals")
+def test_pipelined_steps_change_only_when_a_save_ends(both, on_steps, monkeypatch):
     """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
     leave, written = Saver._leave, []
     monkeypatch.setattr(Saver, "_leave", lambda *a: (written.append(a[2].step), leave(*a))[1])
@@ -196,7 +148,7 @@ def test_pipelined_steps_change_only_when_a_save_ends(both, on_steps, terminate,
             if number == 5:
                 (run.path / "SAVE").touch()
             if number == 10:
-                terminate()
+                signal.raise_signal(signal.SIGTERM)
 
         on_steps(act)
 
@@ -323,10 +275,8 @@ class Never(DeviceMark):
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tiny_data, tmp_path_factory) -> Run:
-    run = Run(tiny_data, tmp_path_factory.mktemp("one_by_one"))
-    run.train("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=1", "--keep_checkpoints=9")
-    return run
+def one_by_one(tiny_run) -> Run:
+    return tiny_run(max_steps=8, eval_freq=0, checkpoint_freq=1, keep_checkpoints=9)
 
 
 @pytest.mark.parametrize(

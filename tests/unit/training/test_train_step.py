@@ -63,20 +63,14 @@ class KeepsGradients(torch.optim.SGD):
         self.seen = {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
 
-@pytest.fixture
-def scored() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    logits = 4 * torch.randn(2, 5, 37, generator=generator)
-    targets = torch.randint(0, 37, (2, 5), generator=generator)
-    targets[0, 1] = targets[1, 4] = -1
-    return logits, targets
-
-
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_loss_is_a_reference_s_and_float32_also_under_autocast(scored, logits_dtype, autocast):
+def test_loss_is_a_reference_s_and_float32_also_under_autocast(logits_dtype, autocast):
     """The reference is in float64. Targets of -1 are skipped."""
-    logits, targets = scored[0].to(logits_dtype), scored[1]
+    generator = torch.Generator().manual_seed(3)
+    logits = (4 * torch.randn(2, 5, 37, generator=generator)).to(logits_dtype)
+    targets = torch.randint(0, 37, (2, 5), generator=generator)
+    targets[0, 1] = targets[1, 4] = -1
     scores, places = logits.double().numpy(), targets.numpy()
     shifted = scores - scores.max(axis=-1, keepdims=True)
     log_chances = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
