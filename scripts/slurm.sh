@@ -44,8 +44,9 @@ asked=""
 trap 'asked=yes; kill -TERM "$child" 2>/dev/null' TERM USR1
 while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 
-state="" verdict="" reason=""
+state="" verdict="" reason="" log="slurm-${SLURM_JOB_ID:-none}.missed"  # starts in a row without a status
 if [[ -s $GPT2LAB_STATUS_FILE ]]; then  # else this start was rejected, or had nothing to do
+    rm -f "$log"
     status=$(<"$GPT2LAB_STATUS_FILE")
     state=$(sed -nE 's/^ *"state": "([a-z]*)",?$/\1/p' "$status")
     verdict=$(sed -nE 's/^ *"exit_code": ([0-9]+),?$/\1/p' "$status")
@@ -64,9 +65,8 @@ esac
 if [[ $state$asked != yes ]]; then
     # Starts since the last checkpoint (a stop before the first step saves none); a job that somebody submitted again
     # gets as many of its own.
-    starts=$MAX_CRASHES
-    [[ -z $state ]] || starts=$(awk \
-        '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' "${status%/*}/metrics.jsonl")
+    if [[ -n $state ]]; then log=${status%/*}/metrics.jsonl; else echo '"event": "begin"' >>"$log"; fi
+    starts=$(awk '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' "$log")
     if ((starts >= MAX_CRASHES && ${SLURM_RESTART_COUNT:-0} + 1 >= MAX_CRASHES)); then
         [[ ${verdict:-0} == 0 ]] || code=$verdict
         echo "error: $starts starts without a new checkpoint; the last exit code was $code" >&2

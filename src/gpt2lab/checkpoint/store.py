@@ -55,6 +55,7 @@ class TrainState:
     val_loss: float | None = None  # of exactly this step, None if it was not measured here
     best_val_loss: float | None = None
     best_step: int | None = None
+    worse: int = 0  # validation losses in a row that were not the best
     best_from: int = 0  # evaluations up to this step are of other validation windows
     non_finite_in_a_row: int = 0  # updates skipped since the last good one
     recent_losses: tuple[float, ...] = ()  # what a spike is judged by
@@ -97,9 +98,9 @@ class TrainState:
 
         Untrained weights (step 0) are never the best: there is no checkpoint of them.
         """
-        state = dataclasses.replace(self, val_loss=val_loss)
+        state = dataclasses.replace(self, val_loss=val_loss, worse=self.worse + (self.step > 0))
         if self.step > 0 and (self.best_val_loss is None or val_loss < self.best_val_loss):
-            state = dataclasses.replace(state, best_val_loss=val_loss, best_step=self.step)
+            return dataclasses.replace(state, best_val_loss=val_loss, best_step=self.step, worse=0)
         return state
 
     @staticmethod
@@ -137,7 +138,7 @@ _RULES = {
     "train_seconds": NUMBER,
     **dict.fromkeys(("val_loss", "best_val_loss"), or_null(_LOSS)),
     "best_step": or_null(COUNT),
-    **dict.fromkeys(("best_from", "non_finite_in_a_row"), COUNT),
+    **dict.fromkeys(("worse", "best_from", "non_finite_in_a_row"), COUNT),
     "recent_losses": _LOSSES,
     **dict.fromkeys(("skipped", "history"), _OBJECTS),
     **dict.fromkeys(("unverified", "due"), list_of(STRING, "a list of text")),

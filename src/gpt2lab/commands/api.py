@@ -235,9 +235,9 @@ def train(
     tunes = {**base, **settings}.get("instructions")
     recipe: RecipeName = "finetune" if tunes else "pretrain"
     values = read_values(settings, recipe)
-    file = read_values(base, recipe, model=values.get("model"))
+    file = read_values(base, recipe, typed=values)
     if path is not None:
-        file = read_file(paths.from_working_directory(path), recipe, model=values.get("model"))
+        file = read_file(paths.from_working_directory(path), recipe, typed=values)
     request = make_request(
         values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
     )

@@ -76,7 +76,7 @@ class Actions:
         "prints the expected speed; tokens per step stay",
     )
     allow_change: str | None = option(
-        None, "comma-separated settings that a resume may change; `data` for other data"
+        None, "comma-separated settings that a resume may change; `data` for other data", adds=True
     )
     fit_schedule: bool = option(
         False,
@@ -101,6 +101,7 @@ class _Flags:
 
 _AUTO = "auto"  # of --mini_batch_size: the setting itself is always a number
 _FILES = ("config", "save_config")
+_YEAR = 525_600  # minutes
 _PRETRAINING = frozenset({"import_checkpoint", "trust", "fit_schedule"})
 _SIZES = ("n_layer", "n_head", "n_embd", "context_length")
 # Of the help of each recipe: its head, and the flags of its short page.
@@ -193,7 +194,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
     path = actions.config
     file: dict[str, Any] = {}
     if path is not None:
-        file = read_file(paths.from_working_directory(path), recipe, model=values.get("model"))
+        file = read_file(paths.from_working_directory(path), recipe, typed=values)
     chosen = values.keys() | file.keys()
     left_open = {"mini_batch_size"} if finds_mini_batch else set()
     if actions.preset is not None and "mini_batch_size" not in chosen:
@@ -264,7 +265,9 @@ def _reject_idle_actions(actions: Actions) -> None:
         "--import_checkpoint begins a run; resume it afterwards": imports and resumes,
         "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
         "(or --max_steps N --allow_change max_steps)": actions.fit_schedule and resumes,
-        f"pg_timeout_minutes {minutes:g} must be above 0": not minutes > 0,
+        f"pg_timeout_minutes {minutes:g} must be above 0, and at most a year": (
+            not 0 < minutes <= _YEAR
+        ),
         "--verify goes with --list_checkpoints": actions.verify and not actions.list_checkpoints,
     }
     for message, is_wrong in mistakes.items():

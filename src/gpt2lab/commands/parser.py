@@ -256,7 +256,10 @@ class _Parser(argparse.ArgumentParser):
         except ValueError as mistake:
             self.mistakes[flag.name] = answer or str(mistake)
         else:
-            self.given[flag.name] = self.given.get(flag.name, ()) + value if flag.adds else value
+            before = self.given.get(flag.name) if flag.adds else None
+            if isinstance(before, str) and value is not None:  # names with commas between them
+                value = f"{before},{value}"
+            self.given[flag.name] = before + value if isinstance(before, tuple) else value
 
 
 def _is_flag(word: str) -> bool:

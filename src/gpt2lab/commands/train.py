@@ -124,18 +124,18 @@ def run(
             start=start,
             began=began,
         )
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:  # compiled before, or when it is first called
         _remove_unfinished_code(error)
         raise
     return None if start is None else start.run_dir
 
 
-def _remove_unfinished_code(error: RuntimeError) -> None:
+def _remove_unfinished_code(error: ImportError | RuntimeError) -> None:
     """Remove a library that a killed compiler left unfinished in the cache: each later start would meet it.
 
     Raises: CheckError if it was that.
     """
-    found = re.search(r"ImportError: (/\S+\.so): (file too short|.*ELF)", str(error))
+    found = re.search(r"(/\S+\.so): (file too short|.*ELF)", str(error))
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if found is None or folder is None or not Path(found[1]).is_relative_to(folder):
         return

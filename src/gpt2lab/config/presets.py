@@ -90,7 +90,7 @@ PRESETS: dict[ModelName, dict[str, Any]] = (
     | {name: _GPT2[twin] | _MODERN | _MODERN_RATES[name] for name, twin in _TWINS.items()}
     | {"speedrun": _SPEEDRUN}
 )
-_OF_OPTIMIZERS = {field.name for field in fields(OptimConfig)} - {"optimizer"}
+OF_OPTIMIZERS = {field.name for field in fields(OptimConfig)} - {"optimizer"}
 
 
 def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = None) -> Config:
@@ -102,7 +102,7 @@ def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = No
     values: dict[str, Any] = {"model": name, **PRESETS[name]}
     if optimizer == "adamw" and "optimizer" in values:
         plain = preset(_TWINS.get(name, "gpt2")).optim
-        values |= {name: getattr(plain, name) for name in _OF_OPTIMIZERS & values.keys()}
+        values |= {name: getattr(plain, name) for name in OF_OPTIMIZERS & values.keys()}
     return override(config or Config(), values)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.other_programs import answer, answer_value
-from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.presets import OF_OPTIMIZERS, PRESETS, for_length, preset
 from gpt2lab.config.request import FOLLOWS, RunRequest, chosen_in, with_full_paths
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, as_recorded, override, to_flat, wrong_types
@@ -98,12 +98,14 @@ def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping
     return {name: value for name, value in file.items() if name not in dropped}
 
 
-def read_file(path: Path, recipe: RecipeName, *, model: str | None = None) -> dict[str, Any]:
+def read_file(
+    path: Path, recipe: RecipeName, *, typed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return {setting: value} of a settings file, for a start of that recipe; paths are relative to the working
     directory, as typed ones are.
 
-    A run's own config.json, in the run's folder, does not give its name to another run, nor, to another `model`, what
-    follows from its own.
+    A run's own config.json, in the run's folder, does not give its name to another run, nor what follows from its own
+    model, optimizer or length where others are `typed`.
 
     Raises: ConfigError naming the file, and every line that cannot be used.
     """
@@ -113,11 +115,16 @@ def read_file(path: Path, recipe: RecipeName, *, model: str | None = None) -> di
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
-    return _of_recipe(as_recorded(_without_what_follows(values, model)), recipe, where=f"{path}: ")
+    return _of_recipe(
+        as_recorded(_without_what_follows(values, typed or {})), recipe, where=f"{path}: "
+    )
 
 
 def read_values(
-    values: dict[str, Any], recipe: RecipeName = "pretrain", *, model: str | None = None
+    values: dict[str, Any],
+    recipe: RecipeName = "pretrain",
+    *,
+    typed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return settings that a program gives for a start of that recipe, as `read_file` does those of a file.
 
@@ -125,7 +132,7 @@ def read_values(
     """
     plain = _with_none({str(name): _plain(value) for name, value in values.items()})
     raise_problems(_problems(plain).values())
-    return _of_recipe(as_recorded(_without_what_follows(plain, model)), recipe)
+    return _of_recipe(as_recorded(_without_what_follows(plain, typed or {})), recipe)
 
 
 def _plain(value: Any) -> Any:
@@ -137,14 +144,19 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def _without_what_follows(values: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+def _without_what_follows(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a file without its record, and without unchosen values that follow from peak or length.
 
-    Nor, for another model, with those that follow from the file's own.
+    Nor, where another model, optimizer or length is typed, with those that follow from the file's own.
     """
     follows, own = FOLLOWS, values.get("model", Config().model.model)
-    if model not in (None, own):
+    if typed.get("model", own) != own:
         follows |= PRESETS[own].keys()
+    optimizer = values.get("optimizer")
+    if typed.get("optimizer", optimizer) != optimizer:
+        follows |= PRESETS[own].keys() & OF_OPTIMIZERS
+    if typed.keys() & {*LENGTHS, "data_dir", "model", "optimizer"}:
+        follows |= for_length(own, str(optimizer), 1.0).keys()
     dropped = (follows - chosen_in(values)) | {"chosen"}
     return {name: value for name, value in values.items() if name not in dropped}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.presets import preset
 from gpt2lab.config.request import RunRequest
@@ -196,10 +196,14 @@ def steps_in_window(job: Job, detected: DetectedHardware, checkpoint_dir: Path) 
         if other.compiled not in machines:
             on = calibration.this_machine(detected, known, records, other)
             if on.rates.source == "cpu-matmul":
-                how = "" if other.compiled else " --compile off"
+                # What is measured counts for its own precision and mode, and is kept beside the runs.
+                words = ["--model", job.config.model.model]
+                words += [*([] if other.compiled else ["--compile", "off"]), "--dtype", other.dtype]
+                if checkpoint_dir != paths.runs_folder(None):
+                    words += ["--checkpoint_dir", paths.display_path(checkpoint_dir)]
                 raise ConfigError(
                     "--fit_schedule: this machine has not been measured, and a guess could waste the window or exceed "
-                    f"it; first run gpt2lab estimate --measure --model {job.config.model.model}{how}"
+                    f"it; first run gpt2lab estimate --measure {fmt.command_line(words)}"
                 )
             machines[other.compiled] = on
         return estimate(other, machines[other.compiled], known)
@@ -266,7 +270,7 @@ def preset_settings(
             raise ConfigError("--preset auto: nvidia-smi shows no GPU; name one, such as 1x4090")
         name = f"{world_size}x{detected[0].name}"
     count, _, card = name.partition("x")
-    if not (count.isdecimal() and card):
+    if not (count.isdecimal() and int(count) and card):
         raise ConfigError(f"--preset {name}: give auto, or a number and a card, such as 8xh100")
     known = hardware.load()
     gpu = known.gpu(card)

@@ -165,7 +165,7 @@ class RunFolder:
         status = {
             **self._status,
             "checkpoint": str(infos[-1].path) if infos else None,
-            **self.facts,
+            **(self.facts if infos else self.facts | {"resume": None}),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "time": time.time(),

@@ -89,7 +89,7 @@ class Evaluator:
         """
         began = time.monotonic()
         # Early stopping may make this the last evaluation.
-        may_be_last = state.step == self.progress.last_step or self.is_over(state)
+        may_be_last = state.step == self.progress.last_step or self.is_over(state, more=1)
         with self.weights(state, f"evaluating {self.val_tokens:,} tokens") as model:
             result = self.validation.measure(
                 model,
@@ -126,12 +126,10 @@ class Evaluator:
         self.logger.say(f"{self.step_of(state)} | {of} | {validation_line(result, seconds)}")
         return {"val_loss_average": result.val_loss}
 
-    def is_over(self, state: TrainState) -> bool:
+    def is_over(self, state: TrainState, *, more: int = 0) -> bool:
         """Tell whether early stopping ends the run: a function of the state alone, so a resume decides alike."""
-        patience, freq = self.config.eval.early_stopping_patience, self.config.eval.eval_freq
-        if not patience or not freq or state.best_step is None:
-            return False
-        return state.step - state.best_step >= patience * freq
+        patience = self.config.eval.early_stopping_patience
+        return state.best_step is not None and 0 < patience <= state.worse + more
 
     def evaluate_hellaswag(self, state: TrainState) -> bool:
         """Measure HellaSwag accuracy with the current weights; tell whether it was completed."""

@@ -139,6 +139,10 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):
     result = run_prepare(tmp_path / "corpus.csv", tmp_path / "out", skip_bad=True)
     assert result.manifest["left_out"] == {"bad": 1, "empty": 0}
     assert result.total("documents") == 2999
+    rows[0] = b"0,a text with its own comma,"
+    (tmp_path / "corpus.csv").write_bytes(b"id,text\n" + b"\n".join(rows) + b"\n")
+    result = run_prepare(tmp_path / "corpus.csv", tmp_path / "again", skip_bad=True)
+    assert result.total("documents") == 2998, "the next row is in doubt"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_second_start_compiles_nothing_anew(home, tiny_run):
     assert (first["from_cache"], second["from_cache"]) == (0, 2)
     assert first["compile_seconds"] > 0
     assert (Path(first["folder"]).parents[2], runs[0].bits()) == (home / ".cache", runs[1].bits())
-    library = next(Path(first["folder"]).rglob("*.so"))
+    library = next(Path(first["folder"]).rglob("*.main.so"))
     os.truncate(library, 0)  # as a killed compiler leaves it
     done = launch.train(broken.flags)
     assert (done.returncode, library.exists()) == (1, False)

@@ -6,6 +6,7 @@ import itertools
 import re
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,9 @@ class EncoderPool:
             self._idle.put(worker)
 
 
+_STARTING = threading.Lock()  # threads that prepare must not keep each other's stand-in of __main__
+
+
 class _Worker:
     """A tokenizing process, on a pipe whose far end no other process holds.
 
@@ -130,11 +134,12 @@ class _Worker:
         self.pipe, far_end = context.Pipe()
         self.process = context.Process(target=_work, args=(far_end, tokenizer), daemon=True)
         # The child would first run a script that calls `gpt2lab.prepare` again.
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        try:
-            self.process.start()
-        finally:
-            sys.modules["__main__"] = main
+        with _STARTING:
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = main
         far_end.close()
 
     def encode(self, chunks: list[TextChunk]) -> EncodedChunks:

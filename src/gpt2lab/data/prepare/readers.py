@@ -266,9 +266,12 @@ def _read_csv(share: Share, text_column: str) -> Stream:
             for number, row in enumerate(rows, start=2):
                 document = document_of(row, text_column, f"{name} row {number}")
                 beyond = row.get(None, [])  # DictReader's key of fields beyond the names
-                if commas is None and not any(beyond):
-                    commas = len(beyond)
-                if any(beyond) or len(beyond) != commas:
+                is_other = any(beyond) or commas not in (None, len(beyond))
+                if not any(
+                    beyond
+                ):  # a row without them is whole: only the first one after others is in doubt
+                    commas = min(len(beyond), len(beyond) if commas is None else commas)
+                if is_other:
                     problem = "more fields than the first row has names, or than other rows; quote fields with commas"
                     document = BadRecordsError(f"{name} row {number}: {problem}")
                 if isinstance(document, Document) and _ESCAPES.search(row[text_column]):
