@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, Path):
         return str(value)
-    return value.item() if getattr(value, "shape", None) == () else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _without_what_follows(values: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -223,3 +223,15 @@ def test_a_stop_allows_for_a_save_in_flight_and_its_own(run, monkeypatch):
     assert margins[7] >= 1.5 * 2 * third
     assert (saves[6], saves[7]) == pytest.approx((2 * max(first, second), 2 * third))
     assert limits[5] >= 10 * first, "not ten times what training waited"
+
+
+def test_early_stopping_counts_losses_in_a_row_and_not_steps(run, monkeypatch):
+    """A resume may evaluate more often than the start before."""
+    plain, losses = TrainState.with_val_loss, {6: 3.0, 8: 4.0, 9: 2.0}
+    monkeypatch.setattr(
+        TrainState, "with_val_loss", lambda self, _: plain(self, losses.get(self.step, 5.0))
+    )
+    run.train("--max_steps=20", "--eval_freq=6", "--stop_after_steps=8")
+    more = ("--eval_freq=1", "--early_stopping_patience=2", "--max_steps=20")
+    run.train("--resume=latest", *more)
+    assert (run.status()["reason"], run.status()["step"]) == ("early stopping", 11)
