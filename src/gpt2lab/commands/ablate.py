@@ -37,6 +37,7 @@ from gpt2lab.runs import history
 
 _OURS = {"seed", "run_name", "checkpoint_dir", "resume"}
 _ANSWERS = {"list_checkpoints", "dry_run", "preflight", "save_config", "import_checkpoint"}
+_OF_ONE_RUN = {"branch_from", "cooldown", "fit_schedule"}
 _AT_MOST = 2**20  # characters of a settings file
 _OUT = "folder of the runs and the table; a complete run is not repeated"
 _NOTHING = (
@@ -268,6 +269,8 @@ def read_requests(
                 raise ConfigError(f"--{min(ours)} is set by ablate itself")
             if answers := _ANSWERS & set(map(name_of, words)):
                 raise ConfigError(f"--{min(answers)} trains nothing; leave it out")
+            if of_one := _OF_ONE_RUN & set(map(name_of, words)):
+                raise ConfigError(f"--{min(of_one)} is for a run on its own; leave it out")
             if len(refs) > 1:
                 raise ConfigError(f"it names code twice, {' and '.join(refs)}")
             found[name] = Setting(

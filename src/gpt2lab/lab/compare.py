@@ -132,7 +132,7 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
     of_a, of_b = a.per_unit[metric], b.per_unit[metric]
     found = estimate_mean(of_b - of_a, a.weights, a.strata)
     p = p_of_zero_mean(of_b - of_a, a.weights, a.strata)
-    if set(np.unique([of_a, of_b])) <= {0.0, 1.0}:  # right or wrong
+    if a.weights is None and set(np.unique([of_a, of_b])) <= {0.0, 1.0}:  # right or wrong
         p = p_of_equal_accuracy(of_a, of_b)
     return Difference(
         metric=name_of(a, metric),
@@ -324,12 +324,14 @@ def _compare_results(
         if all(metric in results.per_unit for results in (*a, *b)):
             pairs = zip(a, b, strict=True)
             differences = [_mean(of_b, metric) - _mean(of_a, metric) for of_a, of_b in pairs]
+            whole = all(set(r.per_unit[metric]) <= {0.0, 1.0} for r in (*a, *b))  # right or wrong
             (found,) = over_seeds.compare_all(
                 "A",
                 {"B": differences},
                 {"B": over_seeds.over_units(a, b, metric)},
                 smallest=smallest,
                 metric=name_of(a[0], metric),
+                step=1 / a[0].n if whole else 0.0,
             )
             yield GroupMetric(a[0].step, b[0].step, found)
 

@@ -216,12 +216,13 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
     # A group of all tokens.
     in_one = [stats.Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]]
     whole = stats.estimate_groups(in_one, weights)
-    kinds = {one.kind for one in opened}
+    counted = [one for one in opened if one.source.weight > 0]
+    kinds = {one.kind for one in counted}
     return Explanation(
         step_a=a.step,
         step_b=b.step,
-        tokens=a.losses.size,
-        units=sum(units),
+        tokens=T * sum(one.source.windows for one in counted),
+        units=sum(int(one.unit.max()) + 1 for one in counted),
         unit=kinds.pop() if len(kinds) == 1 else "document or window",
         difference=float(whole.part.value[0]),
         difference_se=finite(float(whole.part.se[0])),

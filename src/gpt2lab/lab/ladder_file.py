@@ -238,7 +238,10 @@ def _family(file: str, name: str, table: dict[str, Any], out: Path | None, trunk
             lengths = _read(own.pop("tokens", None), _Lengths, f"{where}: ")
         _require_distinct(where, lengths)
         values = shared | _settings(f"sizes.{size}", own)
-        rungs |= {_rung_name(size, n): values | {"max_tokens": n} for n in lengths}
+        named = {_rung_name(size, n): values | {"max_tokens": n} for n in lengths}
+        if len(named) < len(lengths):
+            raise ConfigError(f"{where}: two of them are one in six digits; give other numbers")
+        rungs |= named
     top = None
     if found.top is not None:
         tokens = _read(found.top.pop("tokens", None), Tokens, "[top] tokens: ")

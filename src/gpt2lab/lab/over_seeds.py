@@ -95,6 +95,7 @@ def compare_all(
     until_decided: bool = False,
     tests: int | None = None,
     metric: str = LOSS,
+    step: float = 0.0,
 ) -> list[Comparison]:
     """Compare settings with a baseline, given {setting: its differences, one per seed}.
 
@@ -102,10 +103,11 @@ def compare_all(
     over seeds, the difference of the texts is the same for all.
     The t tests are corrected by Holm. Confidence sequences, power and equality use alpha / tests (Bonferroni).
     `tests`: number of settings that were to be compared, if more than these; one that diverged has p = 1.
+    `step`: of the differences, see `stats.over_seeds`.
     """
     tests = max(1, tests or len(differences))
     alpha = stats.ALPHA / tests
-    found = {name: stats.over_seeds(values) for name, values in differences.items()}
+    found = {name: stats.over_seeds(values, step) for name, values in differences.items()}
     tested = {n: one.p for n, one in found.items() if one.p is not None and not until_decided}
     p_values = [*tested.values(), *[1.0] * (tests - len(differences))]
     adjusted = dict(zip(tested, stats.holm(p_values), strict=False))
@@ -183,6 +185,8 @@ def _verdict(found: Comparison, smallest: float) -> str:
         return f"not decided: {name} - {baseline} is {shown}{_unit(found)} ({interval}); {why}"
     if sequential is None and not low <= 0 <= high:
         interval += f"; corrected for all settings, p is {found.p_holm:.2g}"
+    elif sequential is None and max(-low, high) < smallest:
+        interval += "; corrected for all settings, it is wider"
     return (
         f"not decided: {name} - {baseline} is {shown}{_unit(found)} ({interval}); {_power(found)}"
     )

@@ -105,12 +105,15 @@ class OverSeeds:
         return None if self.high is None else self.high - self.mean
 
 
-def over_seeds(values: Sequence[float]) -> OverSeeds:
-    """Return the mean of one value per seed with its t interval and t test."""
+def over_seeds(values: Sequence[float], step: float = 0.0) -> OverSeeds:
+    """Return the mean of one value per seed with its t interval and t test.
+
+    `step`: of the values, such as one item of an accuracy; equal values have the spread that it may hide.
+    """
     n, mean = len(values), float(np.mean(values))
     if n < 2:
         return OverSeeds(n, mean, None, None, None, None)
-    sd = float(np.std(values, ddof=1))
+    sd = max(float(np.std(values, ddof=1)), step / math.sqrt(12))
     se = sd / math.sqrt(n)
     half = float(t_half_width(se, n - 1))
     return OverSeeds(n, mean, sd, mean - half, mean + half, float(t_p_value(mean, se, n - 1)))

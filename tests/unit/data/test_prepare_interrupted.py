@@ -78,9 +78,11 @@ def _die_within_the_answer(pipe: Connection) -> None:
 
 
 def test_a_script_that_prepares_is_not_run_again_by_its_workers(corpus, tmp_path):
-    call = f"gpt2lab.prepare({str(corpus)!r}, {str(tmp_path / 'out')!r}, num_workers=2)"
-    (tmp_path / "script.py").write_text(f"import gpt2lab\nprint('began', flush=True)\n{call}\n")
-    done = launch.worked(launch.python(tmp_path / "script.py"))
+    call = f"run_prepare({str(corpus)!r}, Path({str(tmp_path / 'out')!r}), num_workers=2)"
+    lines = ("from pathlib import Path", "from corpora import run_prepare", "print('began')", call)
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    folders = f"{launch.REPOSITORY / 'src'}:{launch.REPOSITORY / 'tests'}"
+    done = launch.worked(launch.python(tmp_path / "script.py", PYTHONPATH=folders))
     assert done.stdout.splitlines().count("began") == 1
     assert (tmp_path / "out" / "shards.json").exists()
 

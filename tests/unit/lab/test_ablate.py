@@ -317,6 +317,7 @@ def test_a_run_that_diverges_is_recorded_and_the_others_go_on(shared, started, t
         *(("--seed=3", (1,)), ("--resume=latest", (1,)), ("--max_lrr=1", (1,))),
         *(("--n_head=3", (1,)), ("--val_tokens=640", (1,)), ("--log_freq=9", (1, 1))),
         *(("--dry_run", (1,)), ("--average_tail=0.5", (1,)), ("--early_stopping_patience=2", (1,))),
+        ("--branch_from=a@1", (1,)),
     ],
 )
 def test_settings_that_cannot_be_compared_run_nothing(shared, tmp_path, flag, seeds, wording):

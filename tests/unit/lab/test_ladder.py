@@ -109,6 +109,7 @@ def test_a_size_may_have_its_own_tokens_and_a_longer_run_a_lower_rate(file: Path
     ("old", "new"),
     [
         *(('tokens = [64, "128", 256]', "tokens = []"), ('"128"', '"12x"')),
+        ('"128", 256]', "1000000, 1000001]"),
         *(('tokens = [64, "128", 256]', ""), ("b.n_embd = 12", "b.tokens = 'x'")),
         *(("seeds = [1, 2]", "seeds = [1, 1]"), ("seeds =", "seed =")),
         *(("a.n_embd = 8", "a.n_embdd = 8"), ("a.n_embd = 8", "a.max_lr = 1.0")),

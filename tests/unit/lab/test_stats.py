@@ -52,6 +52,8 @@ def test_a_mean_over_seeds_has_the_interval_and_p_value_of_scipy() -> None:
     alone = over_seeds([0.3])
     assert (alone.mean, alone.sd, alone.low, alone.p) == (0.3, None, None, None)
     assert (over_seeds([0.2, 0.2]).p, over_seeds([0.0, 0.0]).p) == (0.0, 1.0)
+    of_items = over_seeds([0.2, 0.2], step=0.1)  # what is rounded to 0.1 differs by 0.1 / sqrt(12)
+    assert of_items.p == pytest.approx(2 * stats.t.sf(0.2 / (0.1 / math.sqrt(24)), 1))
 
 
 def test_holm_adjusts_as_by_hand() -> None:
