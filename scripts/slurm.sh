@@ -46,11 +46,11 @@ while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 
 state="" verdict="" reason="" log="slurm-${SLURM_JOB_ID:-none}.missed"  # starts in a row without a status
 if [[ -s $GPT2LAB_STATUS_FILE ]]; then  # else this start was rejected, or had nothing to do
-    rm -f "$log"
     status=$(<"$GPT2LAB_STATUS_FILE")
     state=$(sed -nE 's/^ *"state": "([a-z]*)",?$/\1/p' "$status")
     verdict=$(sed -nE 's/^ *"exit_code": ([0-9]+),?$/\1/p' "$status")
     reason=$(sed -nE 's/^ *"reason": "(.*)",?$/\1/p' "$status")
+    [[ -z $state ]] || rm -f "$log"
 fi
 echo "job ${SLURM_JOB_ID:-none}: the run is ${state:-as it was} (torchrun's exit code $code)"
 case "$state:$reason" in
@@ -65,8 +65,13 @@ esac
 if [[ $state$asked != yes ]]; then
     # Starts since the last checkpoint (a stop before the first step saves none); a job that somebody submitted again
     # gets as many of its own.
-    if [[ -n $state ]]; then log=${status%/*}/metrics.jsonl; else echo '"event": "begin"' >>"$log"; fi
-    starts=$(awk '/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }' "$log")
+    count='/"event": "checkpoint"/ { n = 0 } /"event": "begin"/ { n++ } END { print n + 0 }'
+    starts=$MAX_CRASHES  # where they cannot be counted, as on a full disk
+    if [[ -n $state ]]; then
+        starts=$(awk "$count" "${status%/*}/metrics.jsonl")
+    elif echo '"event": "begin"' >>"$log"; then
+        starts=$(awk "$count" "$log")
+    fi
     if ((starts >= MAX_CRASHES && ${SLURM_RESTART_COUNT:-0} + 1 >= MAX_CRASHES)); then
         [[ ${verdict:-0} == 0 ]] || code=$verdict
         echo "error: $starts starts without a new checkpoint; the last exit code was $code" >&2

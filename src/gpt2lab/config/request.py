@@ -145,11 +145,11 @@ def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
     if "num_tokens" not in values and not isinstance(recorded, list):
         return frozenset(values)  # no run wrote it
     config = override(Config(), {n: v for n, v in values.items() if n in LEAVES})
-    steps = _steps_of(config)
+    steps, own = _steps_of(config), PRESETS[config.model.model]
     if isinstance(recorded, list):
-        # The file may have been edited: a value that does not follow was chosen.
-        known = FOLLOWS if steps is not None else {"min_lr"}
-        edited = (known & values.keys()) - _following(config.optim, steps)
+        # The file may have been edited: a value that neither follows nor is the preset's was chosen.
+        known = (FOLLOWS if steps is not None else {"min_lr"}) & values.keys()
+        edited = {n for n in known if values[n] != own.get(n, ())} - _following(config.optim, steps)
         return frozenset(name for name in LEAVES if name in recorded) | edited
     plain = to_flat(with_full_paths(preset(config.model.model, optimizer=config.optim.optimizer)))
     now = to_flat(config)

@@ -17,7 +17,7 @@ from gpt2lab.config.derived import fitting_rows
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import OF_OPTIMIZERS, PRESETS, for_length, preset
 from gpt2lab.config.request import FOLLOWS, RunRequest, chosen_in, with_full_paths
-from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
+from gpt2lab.config.schema import LENGTHS, Config, ModelName, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, as_recorded, override, to_flat, wrong_types
 from gpt2lab.errors import ConfigError, raise_problems, system_errors_as
 from gpt2lab.files import read_regular, replace_durably
@@ -156,9 +156,25 @@ def _without_what_follows(values: Mapping[str, Any], typed: Mapping[str, Any]) -
     if typed.get("optimizer", optimizer) != optimizer:
         follows |= PRESETS[own].keys() & OF_OPTIMIZERS
     if typed.keys() & {*LENGTHS, "data_dir", "model", "optimizer"}:
-        follows |= for_length(own, str(optimizer), 1.0).keys()
+        follows |= _fitted(values, own, str(optimizer))
     dropped = (follows - chosen_in(values)) | {"chosen"}
     return {name: value for name, value in values.items() if name not in dropped}
+
+
+def _fitted(values: Mapping[str, Any], own: ModelName, optimizer: str) -> set[str]:
+    """Return which settings have the batch and rates that a run's length gave them; an edited one has another.
+
+    Of a length in epochs only the data tell the tokens: there rates count as edited if their floor does not follow.
+    """
+    tokens = values.get("max_tokens")
+    fitted = for_length(own, optimizer, tokens or 1.0)
+    if values.get("max_steps"):
+        plain = to_flat(preset(own, optimizer=optimizer))
+        fitted = {name: plain[name] for name in fitted}
+    elif not tokens:
+        is_edited = "min_lr" in chosen_in(values).difference(values.get("chosen", ()))
+        fitted = {n: values.get(n) for n in fitted if not (is_edited and n.endswith("_lr"))}
+    return {name for name, value in fitted.items() if values.get(name) == value}
 
 
 def _with_none(values: dict[str, Any]) -> dict[str, Any]:

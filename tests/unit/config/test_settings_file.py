@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.config.presets import preset
+from gpt2lab.config.presets import for_length, preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, record, to_flat
-from gpt2lab.config.settings_file import make_request, read_file, write_file
+from gpt2lab.config.settings_file import make_request, read_file, read_values, write_file
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
@@ -132,6 +132,17 @@ def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run):
     edit_json(run.path / "config.json", min_lr=0.0002, warmup_steps=2)
     flat = begun("--max_lr=2e-3", "--max_steps=2000")
     assert (flat["min_lr"], flat["warmup_steps"]) == (0.0002, 2)
+
+
+def test_batch_and_rates_for_a_run_s_length_do_not_outlive_it_unless_they_were_edited():
+    fitted = for_length("modern-micro", "normuon", 1e6)
+    file = {"model": "modern-micro", "optimizer": "normuon", "max_tokens": 1_000_000}
+    file |= {**fitted, "chosen": ["model", "max_tokens"]}
+    for typed in ({"max_tokens": 4_000_000}, {"num_epochs": 2.0}, {"optimizer": "adamw"}):
+        assert not read_values(file, typed=typed).keys() & fitted.keys()
+    edited = read_values(file | {"max_lr": 5e-4}, typed={"max_tokens": 4_000_000})
+    assert edited.keys() & fitted.keys() == {"max_lr"}
+    assert read_values(file, typed={"log_freq": 5}).keys() >= fitted.keys()
 
 
 def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(run, tiny_data, tmp_path):

@@ -267,7 +267,8 @@ def _read_csv(share: Share, text_column: str) -> Stream:
                 document = document_of(row, text_column, f"{name} row {number}")
                 beyond = row.get(None, [])  # DictReader's key of fields beyond the names
                 is_other = any(beyond) or commas not in (None, len(beyond))
-                if not any(beyond):  # a row with fewer is whole, and those before it were in doubt
+                # A row with fewer is whole, unless it lacks fields, and those before it were in doubt.
+                if not any(beyond) and None not in row.values():
                     commas = len(beyond) if commas is None else min(commas, len(beyond))
                 if is_other:
                     problem = "more fields than the first row has names, or than other rows; quote fields with commas"
