@@ -27,7 +27,11 @@ TRAIN = "src/gpt2lab/commands/train.py"
 BROKEN = {
     # A flag that this program has not, another name of one, code that does not start or breaks, another log.
     "more": (SETTINGS, FREE, f'    louder: bool = free(False, "x")\n{FREE}'),
-    "late": (TRAIN, "    pretrain(\n", "    raise SystemExit('error: too late')\n    pretrain(\n"),
+    "late": (
+        TRAIN,
+        "    try:\n        pre",
+        "    raise SystemExit('error: too late')\n    try:\n        pre",
+    ),
     "never": ("src/train.py", "import signal\n", "raise SystemExit('error: not today')\n"),
     "log": ("src/gpt2lab/runs/events.py", "% zlib.crc32(body)", "% (zlib.crc32(body) ^ 1)"),
 }
