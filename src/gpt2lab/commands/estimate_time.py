@@ -110,7 +110,8 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         listed = known.profiles.values()
         advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
         extra += [f"{'data':<12} {advice}"]
-    extra.append(alternatives.learning_rate_line(job, request))
+    rates = alternatives.learning_rates(job.config, None if request.steps else job.tokens)
+    extra.append(alternatives.learning_rate_line(rates, job.config, request))
     batch = job.config.batch.total_batch_size
     steps = dict.fromkeys(round(share * job.max_steps) for share in remaining.MILESTONES)
     milestones = [
@@ -128,9 +129,7 @@ def _describe_job(request: EstimateRequest, known: Hardware) -> tuple[dict[str, 
         milestones=milestones,
         warnings=warnings,
     )
-    document |= {"data_advice": advice, "batch_search": batch_search}
-    suited = None if request.steps else job.tokens
-    document["learning_rate"] = alternatives.learning_rates(job.config, suited)
+    document |= {"data_advice": advice, "batch_search": batch_search, "learning_rate": rates}
     text = reports.describe_estimate(
         found, now=begins, window=window, extra=extra, warnings=warnings
     )

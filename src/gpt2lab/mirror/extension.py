@@ -194,13 +194,11 @@ def fetch_newer(
     Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
     the mirror cannot say or give one: whether the run has begun would be a guess.
     """
-    mirror = connect(url, run_dir.name)
+    mirror, own, log = connect(url, run_dir.name), run_id(run_dir), history.read_log(run_dir)
+    has_saved = catalog.has_checkpoints(run_dir) or bool(log.of_kind("checkpoint"))
     try:
         (copies, problems), owner = mirror.in_time(lambda: (mirror.list_copies(), mirror.owner()))
-        own = run_id(run_dir)
         is_another = bool(copies) and own is not None and owner != own
-        log = history.read_log(run_dir)
-        has_saved = catalog.has_checkpoints(run_dir) or bool(log and log.of_kind("checkpoint"))
         if is_another and has_saved:
             raise ConfigError(
                 f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
@@ -208,7 +206,7 @@ def fetch_newer(
             )
         warnings = [f"copy in the mirror skipped: {problem}" for problem in problems]
         # The log of a start that saved nothing, before the run began anew elsewhere, knows nothing of the copies.
-        events = log.of_kind("begin", "rewind", "checkpoint") if log and not is_another else []
+        events = [] if is_another else log.of_kind("begin", "rewind", "checkpoint")
         for copy in copies:
             is_older = newest is not None and copy.step <= newest.step
             if is_older or _is_left_behind(copy, events):

@@ -256,12 +256,10 @@ def learning_rates(config: Config, tokens: float | None = None) -> dict[str, Any
     }
 
 
-def learning_rate_line(job: Job, request: EstimateRequest) -> str:
-    """Write the learning rates in one line; where nobody typed one, with the rule's flag."""
-    rule, typed, config = request.lr_rule, request.max_lr is not None, job.config
-    found = learning_rates(config, None if request.steps else job.tokens)
-    size = config.batch.total_batch_size
-    batch = found["reference_batch"]
+def learning_rate_line(found: dict[str, Any], config: Config, request: EstimateRequest) -> str:
+    """Write what `learning_rates` found in one line; where nobody typed a rate, with the rule's flag."""
+    rule, typed = request.lr_rule, request.max_lr is not None
+    size, batch = config.batch.total_batch_size, found["reference_batch"]
     text = f"{'max_lr':<12} {config.optim.max_lr:<14g} "
     if size == batch and config.optim.max_lr == found["none"]:
         return f"{text}the preset's"

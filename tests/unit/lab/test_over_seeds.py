@@ -8,6 +8,7 @@ import pytest
 
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.lab import compare
 from gpt2lab.lab.ablation import _spent_line
 from gpt2lab.lab.over_seeds import Comparison, compare_all, comparison_table, over_units, sentence
 from gpt2lab.lab.stats import over_seeds
@@ -46,6 +47,19 @@ def test_documents_are_paired_where_both_evaluated_the_same() -> None:
     assert over_units(mixed, mixed, "val_loss") is None
     long = [results(np.array([3.0, 2.0]), np.array([100.0, 1.0]))]  # 0.02 degrees of freedom
     assert over_units(long, long, "val_loss").low is None
+
+
+def test_items_of_unequal_weight_are_not_counted_alike() -> None:
+    """B is right in 8 of 10 items that weigh half of all, and 6 of 1,000 others fewer."""
+    weights = np.repeat([0.05, 0.0005], [10, 1000])
+    a, b = np.zeros(1010), np.zeros(1010)
+    b[:8], a[10:30], b[30:44] = 1.0, 1.0, 1.0
+    found = compare._difference("val_loss", results(a, weights), results(b, weights))
+    assert found.difference == pytest.approx(0.397)
+    assert found.p is not None
+    assert found.p < 0.01
+    plain = compare._difference("val_loss", results(a), results(b))
+    assert plain.p == pytest.approx(0.88, abs=0.01), "McNemar: 22 against 20"
 
 
 def test_each_error_answers_its_own_question() -> None:

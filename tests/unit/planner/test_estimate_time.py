@@ -166,6 +166,16 @@ def test_a_model_too_large_names_a_few_cards_that_it_fits_or_never_finishes(caps
     assert re.search(r"fits (\S+, ){3}\S+ and \d+ more;", line)
 
 
+def test_tables_keep_the_cards_of_a_node_and_a_typed_micro_batch():
+    """On one node the step of 32 cards would take a twentieth of that of 16 on two."""
+    two = {"gpu": "H100", "gpus": 16, "nodes": 2, "interconnect": "eth10", "tokens": "1B"}
+    rows = gpt2lab.estimate(**two, model="gpt2", scaling="16,32")["scaling"]
+    assert rows[1]["hours"] > 0.5 * rows[0]["hours"]
+    small = {"gpu": "RTX-4090", "mini_batch_size": 64, "tokens": "1B"}
+    found = gpt2lab.estimate(**small, compare="models", deadline="100h")["comparison"]["rows"]
+    assert [row["fits_memory"] for row in found] == [False] * 4
+
+
 def test_memory_check_rejects_what_it_does_not_answer(tmp_path):
     words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
     error = rejected(call("doctor", *words))
